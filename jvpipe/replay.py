@@ -42,8 +42,8 @@ def replay(
         model_state: the model state at the start, if the loss has one (`has_state`).
 
     Raises:
-        ValueError: the run was resumed from a checkpoint with micro-batches in flight, that is,
-            between their forwards and backwards.
+        ValueError: the run was resumed from a checkpoint, or its model was changed. The replay
+            begins with a fresh optimizer state, which those runs did not.
 
     Returns:
         The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.
@@ -65,8 +65,8 @@ def replay(
     versions, session = ledger.versions, pipe.session
     if not versions.complete:
         raise ValueError(
-            "this run was resumed in flight, and its ledger does not go back to its start: "
-            "replay a run that was not"
+            "this run was resumed from a checkpoint, or its model was changed, so its ledger does "
+            "not go back to its start: replay a run whose ledger does"
         )
     run = _begun(session, versions, params, model_state)
     words = None if rng is None else key_words(rng)

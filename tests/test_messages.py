@@ -48,7 +48,7 @@ WITHOUT_VALUE = {
     "replicated stages cannot run under": "two arguments exclude each other",
     "the loss uses its rng": "an argument is missing",
     "this plan does not know its model": "what is missing has no value",
-    "this run was resumed in flight": "a state, not a value",
+    "this run was resumed from a checkpoint": "a state, not a value",
     "this pipeline has no model yet": "a state, not a value",
     "this state belongs to another pipeline": "a state's arrays say nothing to a reader",
     "this state is being traced": "a state's arrays say nothing to a reader",

@@ -267,8 +267,9 @@ def _exchange(options: PlanOptions, forecast: Forecast) -> None:
             plan = find_format(format).load(text, forecast.problem.costs.outline)
         except ValueError as mistake:
             raise ValueError(f"--import {options.import_}: {mistake}") from None
-        theirs, ours = (judged(forecast.problem, candidate) for candidate in (plan, forecast.plan))
-        print(beside(format, theirs, ours))
+        if forecast.fits:
+            theirs, ours = (judged(forecast.problem, one) for one in (plan, forecast.plan))
+            print(beside(format, theirs, ours))
     if options.export is not None and forecast.fits:
         format, _, file = options.export.partition(":")
         text = forecast.plan.export(format, options.lossy)

@@ -339,7 +339,7 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
     in_plan = {
         "stages": [pipeline_length(plan, schedule)],
         "replicas": [between.join(map(str, plan.replicas)) for between in ",:"],
-        "schedule": [plan.schedule],
+        "schedule": [plan.schedule or options["schedule"]],
     }
     for name, texts in in_plan.items():
         value = options[name]

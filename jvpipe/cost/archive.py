@@ -136,9 +136,10 @@ def _digest(numbers: Sequence[float]) -> str:
 
 def surroundings(device: Device) -> str:
     """Returns what a program's seconds depend on: devices, cores, flags and versions, as a text."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = (
         os.environ.get("NPROC", ""),
-        str(os.cpu_count()),
+        str(usable),
         os.environ.get("XLA_FLAGS", ""),
     )
     kind = (

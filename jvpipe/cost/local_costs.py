@@ -122,7 +122,7 @@ def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
         options=options,
         input_bytes=round(mix(near.input_bytes, far.input_bytes)),
         temporary_bytes=round(mix(near.temporary_bytes, far.temporary_bytes)),
-        split=far.split and _split(far.split, backward_share, bytes_share),
+        split=far.split and _split(near.split or far.split, far.split, backward_share, mix),
     )
 
 
@@ -137,12 +137,12 @@ def _option(option: Option, bytes_share: float, seconds_share: float) -> Option:
     )
 
 
-def _split(split: SplitCost, seconds_share: float, bytes_share: float) -> SplitCost:
-    """Scales the seconds and bytes of a backward in halves."""
+def _split(near: SplitCost, far: SplitCost, seconds_share: float, mix: Mix) -> SplitCost:
+    """Returns the cost of a backward in halves at b examples, given its costs at both sizes."""
     return replace(
-        split.slower(seconds_share),
-        handed_bytes=round(split.handed_bytes * bytes_share),
-        kept_bytes=round(split.kept_bytes * bytes_share),
+        far.slower(seconds_share),
+        handed_bytes=round(mix(near.handed_bytes, far.handed_bytes)),
+        kept_bytes=round(mix(near.kept_bytes, far.kept_bytes)),
     )
 
 

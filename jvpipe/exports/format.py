@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jvpipe.ir.outline import Outline
-from jvpipe.ir.plan import Plan
+from jvpipe.ir.plan import Fate, Plan
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import lines_of
@@ -243,14 +243,19 @@ def losses(
             yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
     if plan.unsplit != back.unsplit:
         yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
-    fates = [dict(stage.fates) for stage in plan.stages]
-    fates_back = [dict(stage.fates) for stage in back.stages]
+    fates = [_not_kept(stage.fates) for stage in plan.stages]
+    fates_back = [_not_kept(stage.fates) for stage in back.stages]
     if PlanPart.FATES not in silent and fates != fates_back:
         count = sum(map(len, fates))
         kinds = sorted({str(fate) for of_stage in fates for fate in of_stage.values()})
         yield f"fates of {count} values ({', '.join(kinds) or 'all are kept'})"
-    if count := sum(len(stage.state_fates) for stage in plan.stages):
+    if count := sum(len(_not_kept(stage.state_fates)) for stage in plan.stages):
         yield f"fates of the optimizer's state of {count} parameters"
+
+
+def _not_kept(fates: Mapping[str, Fate]) -> dict[str, Fate]:
+    """Returns the fates of values that are not simply kept, which needs no fate."""
+    return {name: fate for name, fate in fates.items() if fate != Fate.KEEP}
 
 
 def _lists(back: Plan, microbatches: int) -> TaskLists | None:

@@ -42,7 +42,8 @@ def plan_or_raise(
     assert limit is not None, "without a limit everything may be kept"
     decision = attempt(replace(problem, memory_limit_bytes=None))
     assert decision is not None, "without a limit everything may be kept"
-    below, enough = limit, evaluate_decision(problem, decision).limit_bytes
+    # The planner has failed at the limit, even if this decision would keep it.
+    below, enough = limit, max(limit + 1, evaluate_decision(problem, decision).limit_bytes)
     # A planner may count more bytes than a plan needs, and then find that its own plan does not fit
     # into the bytes that the plan needs. So the limit grows until the planner succeeds.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:

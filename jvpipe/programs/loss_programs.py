@@ -16,7 +16,7 @@ import numpy as np
 from jvpipe.ir.examples import Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.reductions import AuxReduction
-from jvpipe.programs.store import Program, added_up, types_of
+from jvpipe.programs.store import Program, added_up, added_weights, types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ def loss_program(
         # Totals and weights are summed apart, and only the quotient of the sums is the loss. So the
         # loss does not depend on which micro-batch has which examples.
         if graph.weighted:
-            weight = added_up(losses[1])
+            weight = added_weights(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
         else:
             out = [loss / np.asarray(microbatches, loss.dtype)]
         for group, members in enumerate(graph.aux_groups):
             leaves = [aux[i] for i in members]
             if len(leaves) == 2:  # a `Weighted`: its total, and its weight
-                total, weight = map(added_up, leaves)
+                total, weight = added_up(leaves[0]), added_weights(leaves[1])
                 out.append(total / weight.astype(total.dtype))
             else:
                 out.append(_reduced(leaves[0], graph.aux_reduction(group)))

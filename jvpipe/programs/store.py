@@ -15,6 +15,7 @@ from threading import Semaphore
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Device, DeviceGroup
@@ -110,6 +111,18 @@ def added_up(values: Sequence[Any]) -> Any:
     another order of summation.
     """
     return reduce(operator.add, values)
+
+
+def added_weights(values: Sequence[Any]) -> Any:
+    """Returns the sum of the losses' weights, in their order, which a narrow type could not hold.
+
+    >>> import jax.numpy as jnp
+    >>> added_weights([jnp.float16(60000)] * 2).item(), added_weights([jnp.int8(100)] * 2).item()
+    (120000.0, 200)
+    """
+    wide = jnp.float32 if jnp.issubdtype(values[0].dtype, jnp.inexact) else jnp.int32
+    kept = jnp.issubdtype(values[0].dtype, wide) or values[0].dtype.itemsize >= 4
+    return added_up(values if kept else [x.astype(wide) for x in values])
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvpipe.programs.store import Program, added_up, types_of
+from jvpipe.programs.store import Program, added_weights, types_of
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+TOTAL = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def shifted(shapes: Shapes, factor: int) -> Program:
@@ -115,7 +116,7 @@ def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
     """Returns the program that adds up the losses' weights in their order, as a float32 scalar."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        return [added_up(values).astype(jnp.float32)]
+        return [added_weights(values).astype(jnp.float32)]
 
     key = "total", count, types_of([shape])
     return Program(key, run, (shape,) * count)

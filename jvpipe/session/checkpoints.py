@@ -180,7 +180,11 @@ def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledP
     names = saving.own(0)
     leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(names)))
     step, updates = int(meta["step"]), int(meta["updates"])
-    return session.place(session.compiled_plans, compiled, leaves, saved_words(meta), step, updates)
+    words = saved_words(meta)
+    state = session.place(session.compiled_plans, compiled, leaves, words, step, updates)
+    # The steps before the checkpoint are missing, and so is how the optimizer's state came about.
+    session.ledger.versions = VersionLedger(complete=step == 0)
+    return state
 
 
 def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> State:

@@ -432,4 +432,5 @@ class KnownModels:
 
     @staticmethod
     def _key(present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> Hashable:
-        return id(loss_fn), *map(shapes_of, (params, present.trees.batch, model_state))
+        trees = present.trees
+        return id(loss_fn), *map(shapes_of, (params, trees.batch, trees.rng, model_state))

@@ -356,7 +356,8 @@ def switch_model(
         )
         raise
     session.follow(compiled_plans)
-    session.ledger.versions = VersionLedger()
+    # The new model goes on with the state of the old one's optimizer.
+    session.ledger.versions = VersionLedger(complete=False)
     session.model_history.append(switch.change(state.step))
     _log.info("%s", session.model_history[-1])
     return replace(state, model=compiled_plans.model_id)

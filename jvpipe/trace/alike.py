@@ -97,8 +97,7 @@ class Alike:
         operands = tuple(map(self.number, eqn.invars))
         if same is not None:
             self._numbers[out] = self.number(same)
-        elif name in _SAME or (name == "convert_element_type" and operands[0] in self._whole):
-            # A cast does not change a whole number.
+        elif name in _SAME or (_keeps_whole(eqn) and operands[0] in self._whole):
             self._numbers[out] = operands[0]
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
@@ -131,6 +130,17 @@ class Alike:
 
     def _number(self, key: Hashable) -> int:
         return self._number_of.setdefault(key, len(self._number_of))
+
+
+def _keeps_whole(eqn: JaxprEqn) -> bool:
+    """Tells whether an equation is a cast that changes no whole number."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = (_jax.aval(atom).dtype for atom in (*eqn.invars, *eqn.outvars))
+    if after == np.bool_:
+        return before == np.bool_
+    is_narrower = after.itemsize < before.itemsize
+    return not (is_narrower and np.issubdtype(after, np.integer))
 
 
 def _is_whole(atom: Atom) -> bool:

@@ -84,12 +84,13 @@ def why_splitting_matters(traced: Traced) -> str | None:
         spreading.run(eqns, double_eqns)
     except CoupledError as coupled:
         return coupled.where or None
-    fitting = {Over.NONE, Over.SUM} if loss.weighted else {Over.NONE, Over.MEAN}
     both = zip(results, double_results, strict=True)
-    unfit = {spreading.lies(*atoms).over for atoms in both} - fitting
-    if not unfit:
+    overs = {spreading.lies(*atoms).over for atoms in both}
+    # Totals and weights of micro-batches are added up apart. The quotient of these sums is that of
+    # the batch if both are sums, or neither of them is.
+    if overs <= {Over.NONE, Over.MEAN} or (loss.weighted and overs == {Over.SUM}):
         return None
-    kind = "a sum" if unfit == {Over.SUM} else "neither a mean nor a sum"
+    kind = "a sum" if overs <= {Over.NONE, Over.SUM} else "neither a mean nor a sum"
     layer = traced.graph.layers[traced.graph.loss_layer]
     return f"layer {traced.graph.label(layer)}: the loss is {kind} over its examples"
 

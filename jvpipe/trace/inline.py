@@ -29,7 +29,7 @@ _SHARDING = "sharding_constraint"
 
 
 @jax.jit
-def stack_layers(*slices: Any) -> jax.Array:
+def jvpipe_stack_layers(*slices: Any) -> jax.Array:
     """Stacks arrays along a new first axis; inlining recognizes this function by its name."""
     return jax.numpy.stack(slices)
 
@@ -37,7 +37,7 @@ def stack_layers(*slices: Any) -> jax.Array:
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     """Returns a jaxpr with each call replaced by its body, pruned.
 
-    Scans over stacks that `stack_layers` made are unrolled. Scalars that depend only on
+    Scans over stacks that `jvpipe_stack_layers` made are unrolled. Scalars that depend only on
     constants are computed. Sharding constraints are left out. An `iota` moves to the first
     equation that reads its result. An equation of a body gets the source location of the
     outermost call around it, and the name scopes of all calls around it.
@@ -201,7 +201,7 @@ class _Line:
             call: the source location of the call around it.
         """
         name, params = eqn.primitive.name, eqn.params
-        if name in JITS and params["name"] == "stack_layers":
+        if name in JITS and params["name"] == "jvpipe_stack_layers":
             return self._stack_of(values, _jax.joined_source(call, eqn), layers=True)
         # The elements of a one-dimensional iota, such as the layers' numbers, are constants.
         if name == "iota" and len(params["shape"]) == 1:

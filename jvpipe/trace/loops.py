@@ -192,6 +192,7 @@ def _joined(
         raise walk.refused(eqn, "uses the number of examples in the values of single examples")
     return replace(
         a if same else Lies(Over.MIXED),
+        divisor=a.divisor if a.divisor == b.divisor else None,
         roots=a.roots | b.roots,
         open=a.open | b.open,
         is_scale=a.is_scale and b.is_scale,

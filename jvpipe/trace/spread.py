@@ -338,7 +338,7 @@ class Spreading:
         flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in _RULES
         inner = replace(
             self,
-            lies_of=dict(zip(body.invars, ins, strict=True)),
+            lies_of=dict(zip(body.invars, map(_undivided, ins), strict=True)),
             flows=None if flows else (),  # a function with a rule gets its gradients from the rule
             _in_rule=self._in_rule or eqn.primitive.name in _RULES,
             _alike=Alike(),
@@ -346,7 +346,7 @@ class Spreading:
         )
         inner.run(body.eqns, small.eqns)
         results = zip(body.outvars, small.outvars, strict=True)
-        return [inner.lies(a, b) for a, b in results]
+        return [_undivided(inner.lies(a, b)) for a, b in results]
 
     def _call(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         body = _jax.inner_jaxprs(eqn)[0]
@@ -417,3 +417,8 @@ def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
         if not reached.isdisjoint(eqn.outvars):
             reached.update(jaxprs.variables(eqn.invars))
     return reached
+
+
+def _undivided(lies: Lies) -> Lies:
+    """Forgets what a value was divided by: `Alike` numbers the values of each body anew."""
+    return replace(lies, divisor=None)

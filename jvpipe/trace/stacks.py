@@ -19,7 +19,7 @@ from jvpipe._jax import JaxprEqn, TreeDef
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.inline import SLICEWISE, stack_layers
+from jvpipe.trace.inline import SLICEWISE, jvpipe_stack_layers
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
 from jvpipe.util.names import nearest
@@ -164,7 +164,7 @@ class Stacks:
 
         @wraps(loss_fn, assigned=(), updated=())  # errors show the user's function
         def sliced(params: Tree, *rest: Any) -> Any:
-            return loss_fn(self.join(params, stack_layers), *rest)
+            return loss_fn(self.join(params, jvpipe_stack_layers), *rest)
 
         return sliced
 

@@ -27,6 +27,8 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
             first: dict[str, int] = {}
             for name, _ in node.value:
                 line = _line_of(name)
+                if not isinstance(name.value, str):
+                    raise ValueError(f"line {line}: a name must be a text, not a list or a mapping")
                 if name.value in first:
                     earlier = first[name.value]
                     raise ValueError(
@@ -38,14 +40,16 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
 
     # The safe loader makes only plain data and runs no code from the file.
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
-    loader = Loader(content)
     try:
+        loader = Loader(content)
         top = loader.get_single_node()
         value = None if top is None else loader.construct_document(top)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{where}{problem.problem}") from problem
+    except yaml.YAMLError as problem:  # such as a control character
+        raise ValueError(" ".join(str(problem).split())) from problem
     names = top.value if isinstance(top, yaml.MappingNode) else []
     return value, {str(name.value): _line_of(name) for name, _ in names}
 

@@ -78,3 +78,10 @@ def test_options_must_not_contradict_a_given_plan(name: str, value: Any, path: P
     given = asdict(TrainOptions(plan=str(path))) | {name: value}
     with pytest.raises(ValueError, match=f"--{name} {value} contradicts --plan .*: there it is"):
         given_plan(given, asdict(TrainOptions()))
+
+
+def test_a_plan_that_names_no_schedule_runs_under_any(tmp_path: Path) -> None:
+    path = tmp_path / "any.json"
+    Plan.from_cuts([2, 1]).save(path)
+    options = asdict(TrainOptions(plan=str(path), schedule="gpipe"))
+    assert given_plan(options, asdict(TrainOptions())) == Plan.from_cuts([2, 1])

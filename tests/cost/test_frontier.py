@@ -141,3 +141,8 @@ def test_no_two_tensors_of_a_model_share_a_name() -> None:
     assert len(names) == len(set(names)) == sum(len(recompute.choices) for recompute in found)
     assert found[1] is found[3]  # blocks alike
     assert [o.extra_s for o in options[1]] == [o.extra_s for o in options[3]]
+
+
+def test_what_costs_nothing_by_the_model_stays_free() -> None:
+    found = calibrated([Option(8)], [(0.0, 1e-4), (1e-3, 1e-3)])
+    assert found[0].extra_s == 0

@@ -48,3 +48,14 @@ def test_known_sizes_are_as_they_are() -> None:
 def test_sizes_must_rise(batches: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must rise from 1 on"):
         LocalCosts(batches, tuple(known(1) for _ in batches))
+
+
+def test_bytes_between_halves_are_scaled_though_the_layer_keeps_nothing() -> None:
+    costs = []
+    for count in (2, 4):
+        split = SplitCost(1.0, 1.0, 2 * count, 4 * count)
+        whole = LayerCost("layer", 1.0, 2.0, (Option(0),), split=split)
+        costs.append(Costs((whole,)))
+    split = LocalCosts((2, 4), tuple(costs)).at(3).layers[0].split
+    assert split is not None
+    assert (split.handed_bytes, split.kept_bytes) == (6, 12)

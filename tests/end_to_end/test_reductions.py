@@ -405,3 +405,41 @@ def test_state_of_replicas_is_evaluated_recomputed_moved_and_saved(tmp_path: Pat
     other.init(PARAMS, ROWS, None, model_state)
     restored, _ = other.step(other.restore(tmp_path / "there"), ROWS)
     close((other.params(restored), other.model_state(restored)), wanted[:2])
+
+
+def through_a_cast(params: Any, batch: Any, rng: Any) -> jvpipe.Weighted:
+    """The items that have a weight are counted: that is not the sum of the weights."""
+    weights = batch["weights"]
+    count, weight = jnp.sum(weights.astype(bool)), jnp.sum(weights).astype(jnp.float32)
+    mean = jnp.sum((batch["x"] @ params["w"]) ** 2) / count.astype(jnp.float32)
+    return jvpipe.Weighted(mean * weight, weight)
+
+
+def through_a_loop(params: Any, batch: Any, rng: Any) -> jvpipe.Weighted:
+    """What leaves the loop is no quotient by the count."""
+    count = jnp.sum(batch["mask"])
+    mean = jnp.sum((batch["x"] @ params["w"]) ** 2) / count
+    mean = jax.lax.fori_loop(0, 3, lambda i, value: jnp.tanh(value), mean)
+    return jvpipe.Weighted(mean * count, count)
+
+
+def through_a_branch(params: Any, batch: Any, rng: Any) -> jvpipe.Weighted:
+    """Within the branch, the total has the number that the count has outside."""
+    count, each = jnp.sum(batch["mask"]), (batch["x"] @ params["w"]) ** 2
+    mean, total = jnp.sum(each) / count, jnp.sum(each * each)
+    is_positive = params["w"][0, 0] > 0
+    product = jax.lax.cond(is_positive, lambda a, b: a * b, lambda a, b: a * b, mean, total)
+    return jvpipe.Weighted(product, count)
+
+
+@pytest.mark.parametrize("loss_fn", [through_a_cast, through_a_loop, through_a_branch])
+def test_a_quotient_is_not_taken_for_a_mean_that_it_is_not(loss_fn: Any) -> None:
+    batch = {
+        "x": np.ones((8, 4), np.float32),
+        "weights": np.array([0, 1, 2, 3, 1, 0, 3, 2], np.int32),
+        "mask": np.ones(8, np.float32),
+    }
+    params = {"w": np.eye(4, dtype=np.float32)}
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 1, 1, replicas=(2,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="cannot be made of those of slices"):
+        pipe.init(params, batch, None)

@@ -360,3 +360,46 @@ def test_pipemare_begins_synchronously_if_asked_to() -> None:
         Reads(forward, forward, forward + 1) for forward in (0, 0, 1, 2)
     ]
     assert versions.staleness(len(mare.session.graph.layers))[-1] == 0
+
+
+def counting_loss(
+    params: Any, state: Any, batch: Any, rng: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A loss whose first layer reads a counter, which is another one in each micro-batch."""
+    x = batch * (1 + 0.1 * state["count"])
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2), {"count": state["count"] + 1}
+
+
+def test_a_layer_that_is_recomputed_in_a_replay_reads_the_state_that_its_forward_read() -> None:
+    params = [0.5 * np.eye(4, dtype=np.float32) + 0.1 for _ in range(4)]
+    batches = [np.full((8, 4), 0.1 * (1 + i), np.float32) for i in range(3)]
+    pipe = jvpipe.Pipeline(
+        counting_loss,
+        ADAMW,
+        jvpipe.Plan.from_cuts([3, 1]),
+        MICRO,
+        "pipedream",
+        fates={"*": "recompute"},
+        has_state=True,
+    )
+    count = {"count": np.zeros((), np.float32)}
+    state = ran(pipe, pipe.init(params, batches[0], None, count), batches)
+    again, _ = jvpipe.replay(pipe.ledger, pipe, params, batches, None, count)
+    assert_same(pipe.params(state), again)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_not_replayed_with_a_fresh_optimizer(
+    tmp_path: Path,
+) -> None:
+    m = CASES["mlp"]()
+    pipe = pipeline(m, SCHEDULES["pipedream"], jvpipe.Plan.from_cuts([3, 2]), ADAMW)
+    batches = batches_of(m, 2)
+    state = pipe.drain(ran(pipe, pipe.init(m.params, batches[0], None), batches))
+    pipe.save(tmp_path / "one", state)
+    state = pipe.restore(tmp_path / "one")
+    before = pipe.params(state)
+    ran(pipe, state, batches)
+    with pytest.raises(ValueError, match="resumed from a checkpoint"):
+        jvpipe.replay(pipe.ledger, pipe, before, batches, None)

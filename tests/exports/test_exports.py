@@ -276,6 +276,11 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
     assert of_tiny_llama("--import", f"megatron:{tmp_path / 'layout.txt'}") == 0
     told = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"megatron: .* ms, .* GiB; jvpipe: .*; gain .* ms \(.*%\), .* GiB", told)
+    assert (
+        of_tiny_llama("--memory-limit", "1KiB", "--import", f"megatron:{tmp_path / 'layout.txt'}")
+        == 1
+    )
+    assert "no plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

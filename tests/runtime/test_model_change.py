@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,8 @@ import jvpipe
 from jvpipe.cost import measure
 from jvpipe.ir.buffers import HOST
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
+from jvpipe.runtime.state import model_change
+from jvpipe.runtime.state.model_change import ModelSwitch
 
 MICRO, WIDTH = 4, 4
 Names = tuple[str, ...]
@@ -525,3 +527,19 @@ def test_a_changed_model_is_saved_and_restored(tmp_path: Any) -> None:
     again = batches()
     list(islice(again, 2))
     assert stepped(other, other.restore(tmp_path / "state"), again)[1] == expected
+
+
+def test_what_stays_may_be_copied_to_other_places_while_the_rest_leaves_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The counts of Adam stay on their places, and new layers get copies of them."""
+    names: Names = (*A, "u", "v", "w")
+    pipe, state = started()
+    state = pipe.update_model(state, loss_of(names), params_of(names))
+    expected = stepped(pipe, state, batches())[1]
+    by_host = partial(ModelSwitch, by_host=True)
+    monkeypatch.setattr(model_change, "ModelSwitch", lambda origins, **_: by_host(origins))
+    pipe, state = started()
+    state = pipe.update_model(state, loss_of(names), params_of(names))
+    assert pipe.session.model_history[-1].how == "by host"
+    assert stepped(pipe, state, batches())[1] == expected

@@ -9,7 +9,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.rows import AskRun, Row
+from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.ir.span import Span
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.runtime.engine.monitor import Measured, Monitor
@@ -120,3 +120,16 @@ def test_a_layer_takes_its_forward_its_backward_and_what_runs_again() -> None:
     ]
     found = Measured((*spans, Span("a", "0F0", 0.0, 1.0, Kind.F, {"layer": 1})), 0, 0.0, 0.0, 0.0)
     assert found.layer_s(2) == pytest.approx([1.0 + 2.5 + 0.5, 0.0])
+
+
+def test_what_goes_to_another_process_has_a_place_among_the_links() -> None:
+    row = Row(Kind.MOVE, 0, NONE, NONE, NONE, (0,), (), (), OfferRun(0, process=2))
+    moved = Buffer(Value(ValueKind.PARAMETER, 0, version=0), 0, 8)
+    monitor = Monitor(jax.devices()[:1])
+    monitor.begin(Lowered((row,), (moved,), 1, (0,), ()))
+    monitor.dispatched(0, row, None)
+    monitor.arrived(0)
+    record = monitor.close()
+    assert record
+    for span in monitor.read(record).spans:
+        assert span.device == f"{jax.devices()[0]} to process 2"

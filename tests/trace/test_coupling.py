@@ -123,3 +123,10 @@ def test_nothing_is_said_of_a_loss_that_takes_one_number_of_examples() -> None:
         return squared(params, x.reshape(6, 4)) + jnp.sum(x @ x.T)
 
     assert place(loss_fn) is None
+
+
+def test_a_sum_over_a_weight_that_is_none_is_no_mean() -> None:
+    def loss_fn(params: Any, x: jax.Array, rng: Any) -> Weighted:
+        return Weighted(jnp.sum(hidden(params, x) ** 2), jnp.float32(100.0))
+
+    assert "the loss is a sum over its examples" in (place(loss_fn) or "")

@@ -148,12 +148,12 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     ),
     "a loop until all are small": (
         lambda x: jax.lax.while_loop(lambda y: jnp.max(y) > 1.0, lambda y: y / 2, x),
-        "as its examples say",
+        "branches on its examples",
     ),
     "a power": (lambda x: x ** x.shape[0], "as the number of examples says"),
     "a branch by the examples": (
         lambda x: jax.lax.cond(jnp.max(x) > 0, jnp.sin, jnp.cos, x),
-        "as its examples say",
+        "branches on its examples",
     ),
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from jvpipe._jax import ClosedJaxpr, jaxpr_as_fun
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.inline import stack_layers
+from jvpipe.trace.inline import jvpipe_stack_layers
 
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 SLICES = [np.eye(3, dtype=np.float32) * (i + 1) for i in range(4)]
@@ -35,7 +35,9 @@ def test_iterations_see_slices_counters_and_earlier_results(reverse: bool) -> No
         return x, xs, rows
 
     others = jnp.arange(4, dtype=jnp.float32)
-    closed = flatten(lambda slices, *rest: model(stack_layers(*slices), *rest), SLICES, others, X)
+    closed = flatten(
+        lambda slices, *rest: model(jvpipe_stack_layers(*slices), *rest), SLICES, others, X
+    )
     assert "scan" not in primitives(closed)
     assert primitives(closed).count("dot_general") == 4
     found = jaxpr_as_fun(closed)(*map(jnp.asarray, (*SLICES, others, X)))
@@ -46,7 +48,7 @@ def test_iterations_see_slices_counters_and_earlier_results(reverse: bool) -> No
 def test_slices_are_read_where_they_lie() -> None:
     def model(slices: list[jax.Array], x: jax.Array) -> jax.Array:
         low = jax.jit(lambda stack: jax.lax.stop_gradient(stack.astype(jnp.bfloat16)))(
-            stack_layers(*slices)
+            jvpipe_stack_layers(*slices)
         )
         return jax.lax.scan(jax.checkpoint(lambda x, w: (x @ w, None)), x, low)[0]
 
@@ -63,7 +65,7 @@ def test_a_scan_inside_a_scan_is_unrolled_with_it_or_stays() -> None:
         def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
             return jax.lax.scan(lambda x, row: (x + row[None], None), x @ w, w)[0], None
 
-        return jax.lax.scan(body, x, stack_layers(*slices))[0]
+        return jax.lax.scan(body, x, jvpipe_stack_layers(*slices))[0]
 
     assert primitives(flatten(model, SLICES, X)) == ["dot_general", "scan"] * 4
 
@@ -74,7 +76,7 @@ def test_keys_are_taken_one_by_one() -> None:
             w, key = sliced
             return x @ w + jax.random.uniform(key, x.shape), None
 
-        return jax.lax.scan(body, x, (stack_layers(*slices), jax.random.split(key, 4)))[0]
+        return jax.lax.scan(body, x, (jvpipe_stack_layers(*slices), jax.random.split(key, 4)))[0]
 
     closed = flatten(model, SLICES, jax.random.key(0), X)
     assert primitives(closed).count("dynamic_slice") == 4  # whose indices can be lifted
@@ -85,7 +87,7 @@ def test_keys_are_taken_one_by_one() -> None:
 
 
 def test_whoever_wants_the_whole_stack_gets_it() -> None:
-    closed = flatten(lambda slices, x: x @ jnp.sum(stack_layers(*slices), 0), SLICES, X)
+    closed = flatten(lambda slices, x: x @ jnp.sum(jvpipe_stack_layers(*slices), 0), SLICES, X)
     assert primitives(closed)[-2:] == ["reduce_sum", "dot_general"]
     (found,) = jaxpr_as_fun(closed)(*map(jnp.asarray, (*SLICES, X)))
     np.testing.assert_allclose(found, 10 * X, rtol=1e-6)

@@ -18,6 +18,7 @@ bisection in prefix sums. What a stage pays besides, such as for its transfers, 
 which can only make windows wider.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -65,6 +66,8 @@ class Reach:
         reach = Reach(pricing)
         for _ in range(PRICE_ROUNDS if pricing.limit_bytes < MOST_BYTES else 0):
             cap_s = reach.least_cap_s(CUTS.prices_tolerance)
+            if math.isinf(cap_s):
+                break  # no plan keeps the limit, and no bounds can be told apart
             middles = [int(cuts[len(cuts) // 2]) for cuts in reach.windows(cap_s)]
             prices = (*reach.prices, reach._best_prices(middles))
             # The prices of earlier rounds stay in use, and so do their prefix sums.
@@ -104,9 +107,11 @@ class Reach:
         low = max(float(layers_s.max(initial=0.0)), segments.share_s)
         if self.reaches_end(low):
             return low
+        # If the memory limit keeps the end out of reach, no cap suffices.
+        if not self.reaches_end(float("inf")):
+            return float("inf")
         high = 2 * low
-        # If the memory limit keeps the end out of reach, no cap suffices, and doubling must end.
-        while high < 1e9 * low and not self.reaches_end(high):
+        while not self.reaches_end(high):
             low, high = high, 2 * high
         return least_sufficient(self.reaches_end, low, high, tolerance)
 

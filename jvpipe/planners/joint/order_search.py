@@ -145,8 +145,11 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
     # Devices that lend time share workers, so their measured seconds are uncertain, and a small
     # gain is doubtful.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
-    doubtful = usual and best.worth_s > (1 - ORDER.doubt * lent) * usual[0].worth_s
-    return usual[0] if doubtful else best
+    if not usual:
+        return best
+    best_usual = min(usual, key=lambda one: one.worth_s)
+    doubtful = best.worth_s > (1 - ORDER.doubt * lent) * best_usual.worth_s
+    return best_usual if doubtful else best
 
 
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:

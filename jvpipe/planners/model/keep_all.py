@@ -92,6 +92,7 @@ class KeepAll:
         s: int = 0,
     ) -> None:
         self.problem = problem
+        self.s = s
         self.segments = Segments(problem).of(s)
         self.cuts = self.segments.cuts if cuts is None else cuts
 
@@ -109,8 +110,8 @@ class KeepAll:
 
     @cached_property
     def _block(self) -> CutBlock:
-        """All segments as stage 0; only numbers that are the same for every stage are read."""
-        return self.segments.block(0, self.cuts, self.cuts)
+        """All segments as stage s; only numbers that are the same for stages like it are read."""
+        return self.segments.block(self.s, self.cuts, self.cuts)
 
     @cached_property
     def _kept(self) -> KeptBytes:

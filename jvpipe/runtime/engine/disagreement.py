@@ -55,6 +55,8 @@ def unlike(text: str, other: str) -> tuple[str, str]:
 
     >>> unlike("a 1\nb 2", "a 1\nb 3")
     ('b 2', 'b 3')
+    >>> unlike("x" * 90, "x" * 90 + "y")[1][-3:]
+    'xxy'
     """
     lines = text.split("\n")
     their_lines = other.split("\n")
@@ -62,9 +64,8 @@ def unlike(text: str, other: str) -> tuple[str, str]:
     line, their_line = next((a, b) for a, b in pairs if a != b)
     if max(len(line), len(their_line)) <= SHOWN:
         return line, their_line
-    letters = zip(line, their_line, strict=False)
-    unequal = [a != b for a, b in letters]
-    at = unequal.index(True) if True in unequal else 0
+    letters = zip_longest(line, their_line)
+    at = next(i for i, (a, b) in enumerate(letters) if a != b)
     half = SHOWN // 2
     shown = slice(max(0, at - half), at + half)
     return line[shown], their_line[shown]

@@ -27,7 +27,7 @@ import jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
-from jvpipe.ir.rows import AskRun, Row
+from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.ir.span import Span
 from jvpipe.runtime.engine.binding import Instruction
 from jvpipe.runtime.engine.record import WATCHED, Reading, Record
@@ -330,7 +330,8 @@ class Monitor:
         of the links from other devices.
         """
         devices = len(self._names) // 2
-        if row.kind is Kind.MOVE:
+        # The source's half of a MOVE between processes writes nothing here.
+        if row.kind is Kind.MOVE and row.writes:
             return lowered.buffers[row.writes[0]].memory + 2 * devices
         return row.place + devices * (row.kind in WATCHED)
 
@@ -339,6 +340,8 @@ class Monitor:
         if row.kind is not Kind.MOVE:
             return self._names[self._place(row, lowered)]
         source = self._names[row.place]
+        if isinstance(row.run, OfferRun):
+            return f"{source} to process {row.run.process}"
         if isinstance(row.run, AskRun):
             source = f"process {row.run.process}"
         target = lowered.buffers[row.writes[0]].memory

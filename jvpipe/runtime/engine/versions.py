@@ -49,9 +49,9 @@ class VersionLedger:
     """The reads and updates of a run, in the order in which they were dispatched.
 
     Attributes:
-        complete: whether the ledger goes back to the start of the run. The ledger of a run that was
-            resumed from a checkpoint in flight may begin later: with the oldest step that `to_json`
-            has saved there.
+        complete: whether the ledger goes back to the start of the run. After a change of the model,
+            or in a run that was resumed from a checkpoint, it begins later. A checkpoint in flight
+            has the oldest steps that `to_json` has saved there.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain

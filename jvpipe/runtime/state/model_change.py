@@ -216,7 +216,8 @@ class ModelSwitch:
         for identity, x in origins.parks.items():
             leaves[identity] = x if isinstance(x, Away) else to_host(arrays[x])
         # In a change by host, `_leave` deletes arrays that move, so they are copied first.
-        on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
+        leaving = origins.copied & set(origins.leaving)
+        on_host = {i: to_host(arrays[i]) for i in leaving if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
         try:
             if self.by_host:

@@ -92,17 +92,19 @@ class Replay:
             **_by_ref(ValueKind.CONSTANT, self._constants),
             **_by_ref(ValueKind.STATE, self._model_state),
         }
+        self._inputs: dict[int, list[Any]] = {}  # by layer: the values that its forward read
         self._residuals: dict[int, Sequence[Any]] = {}
         self._again: dict[int, list[Any]] = {}
         layers = self._graph.layers
-        inputs = {layer.id: self._forward(layer) for layer in layers}
+        for layer in layers:
+            self._forward(layer)
         if self._graph.weighted:
             weight = self._values[Ref(ValueKind.LOSS, 1)]
             self._weights.append(weight)
         cotangents: dict[int, Any] = {}
         for layer in reversed(layers):
             if (Kind.B, layer.id) in self._at:  # no backward if in flight at the end of the run
-                self._backward(layer, inputs[layer.id], cotangents)
+                self._backward(layer, cotangents)
         if any(kind is Kind.U for kind, _ in self._at):
             self._update()
         return float(self._values[Ref(ValueKind.LOSS, 0)])
@@ -142,15 +144,15 @@ class Replay:
             arrays[i] = jnp.copy(arrays[i])
         return list(executable(*arrays))
 
-    def _forward(self, layer: Layer) -> list[Any]:
-        """Runs a layer's forward; returns the values that it read."""
+    def _forward(self, layer: Layer) -> None:
+        """Runs a layer's forward."""
         reads = [self._read(layer, ref, Kind.F) for ref in layer.reads]
         out = self._run(forward_program(self._programs(layer)), reads)
         self._values |= dict(zip(layer.writes, out, strict=False))
         self._residuals[layer.id] = out[len(layer.writes) :]
         for k in layer.writing(ValueKind.STATE):
             self._model_state[k] = self._values[Ref(ValueKind.STATE, k)]
-        return reads
+        self._inputs[layer.id] = reads
 
     def _read(self, layer: Layer, ref: Ref, kind: Kind) -> Any:
         """Returns a value that a layer reads; a parameter in the version that the ledger names.
@@ -207,19 +209,20 @@ class Replay:
             producer = self._graph.layers[number]
             written = self._run_again(producer)
             return written[producer.writes.index(ref)]
+        # By now the forwards have overwritten the model state.
+        if ref.kind == ValueKind.STATE and ref in layer.reads:
+            return self._inputs[layer.id][layer.reads.index(ref)]
         return self._read(layer, ref, Kind.B)
 
     def _backward(
         self,
         layer: Layer,
-        inputs: Sequence[Any],
         cotangents: dict[int, Any],
     ) -> None:
         """Runs a layer's backward; adds its gradients to the sums, and sets its inputs' cotangents.
 
         Args:
             layer: the layer.
-            inputs: the values that its forward read.
             cotangents: by tensor, the sum of the cotangents from the later layers that read it.
         """
         signature = self._programs(layer).signature
@@ -231,7 +234,7 @@ class Replay:
                 self._back(layer, layer.reads[i])
         if layer.id in self._fates.recomputed:
             self._run_again(layer)
-        arguments = [self._source(layer, source, inputs) for source in signature.sources]
+        arguments = [self._source(layer, source) for source in signature.sources]
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         parameters = [layer.reads[i].index for i in signature.gradients]
@@ -255,13 +258,12 @@ class Replay:
         for i, x in zip(signature.returned, returned, strict=False):
             cotangents[layer.reads[i].index] = x
 
-    def _source(self, layer: Layer, source: Source, inputs: Sequence[Any]) -> Any:
+    def _source(self, layer: Layer, source: Source) -> Any:
         """Returns the value that a backward takes from one source of its signature.
 
         Args:
             layer: the layer.
             source: the source.
-            inputs: the values that the layer's forward read.
         """
         kind, i = source
         if kind == "residual":
@@ -270,7 +272,7 @@ class Replay:
             return self._back(layer, layer.writes[i])
         if layer.reads[i].kind in (ValueKind.PARAMETER, ValueKind.TENSOR):
             return self._back(layer, layer.reads[i])
-        return inputs[i]
+        return self._inputs[layer.id][i]
 
     def _zero(self, p: int) -> np.ndarray:
         array = self._graph.parameters[p].array

@@ -120,3 +120,14 @@ def test_the_lower_bound_of_balanced_stages_on_slow_links_is_near() -> None:
             for decision in every
         )
         assert lower_bound(problem) <= least_s <= near * lower_bound(problem)
+
+
+@pytest.mark.parametrize("at", [10, 449])
+def test_a_layer_that_alone_is_over_the_limit_leaves_no_plan(at: int) -> None:
+    layers = [LayerCost("block", 1.0, 2.0, (Option(8),), 10) for _ in range(450)]
+    layers[at] = replace(layers[at], parameter_bytes=10**6)
+    costs = Costs(tuple(layers), tuple(Edge(i, (i + 1,), 0) for i in range(449)))
+    schedule = find_schedule("1f1b")
+    problem = Problem(costs, 8, schedule, microbatches=8, memory_limit_bytes=10**4)
+    with pytest.raises(Infeasible, match=f"layers {at} to {at}"):
+        jvpipe(problem)
