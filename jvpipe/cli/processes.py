@@ -251,8 +251,8 @@ def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
 def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -> Met:
     """Opens the meeting as process 0, and waits until all have come.
 
-    The arguments in its result have the address where JAX will connect the processes. The port of
-    the address is reserved, so no other program can take it before JAX does.
+    The arguments in the result have the address at which JAX will connect the processes. The port
+    of the address is reserved, so no other program can take it before JAX does.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -376,9 +376,9 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     return plan if options["stages"] in (None, stages) else None
 
 
-# The config.json of a folder may name code, which --resume would run. In a folder from
-# somewhere else, the code may be malicious. So a run writes a mark into config.json. Only this
-# user can make the mark, and it fits only this folder. If it is right, the code may run.
+# The config.json of a folder may name code, which --resume would run. If the folder comes from
+# somewhere else, the code may be malicious. So a run writes a mark into config.json, which only
+# this user can make, and which fits only this folder. If the mark is right, the code may run.
 
 MARK = "made_here"
 """The name of the entry of config.json that holds the mark."""
@@ -401,7 +401,7 @@ def mark(folder: Path, model: str) -> str:
 
 
 def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
-    """Refuses to run code that is named by a folder from somewhere else.
+    """Refuses to run code that a folder from somewhere else names.
 
     Args:
         folder: the folder of the run.
