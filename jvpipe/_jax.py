@@ -87,7 +87,10 @@ def is_of_closed_over(error: Exception) -> bool:
 
 
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
-    """Returns the file and name of each function that was tracing an equation, innermost first."""
+    """Returns file and name of each function that was running when an equation was traced.
+
+    The innermost function comes first.
+    """
     traceback = eqn.source_info.traceback
     if traceback is None:
         return []
@@ -131,9 +134,9 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
     The function has no derivative. On CPUs, the compiler is kept from merging it into its caller.
-    Other compilers merge it. They would choose memory layouts that suit the readers of its results,
-    and kernels that suit these layouts. To prevent this, its results get the layout that arrays
-    have between programs.
+    Compilers for other devices merge it. They would then choose memory layouts that suit the
+    readers of its results, and kernels that suit these layouts. To prevent this, the results get
+    the layout that arrays have between programs, unless the program runs on several devices.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -172,8 +175,8 @@ def _outlined() -> Any:
 def laid_out(x: Any) -> Any:
     """Returns a value in the memory layout that arrays have between programs.
 
-    So the readers of the value find it in the same layout, whether it was kept or is recomputed.
-    CPUs need no change.
+    So its readers find a kept value and a recomputed one in the same layout. On CPUs, and in
+    programs that run on several devices, the value stays as it is.
     """
     return _laid_out().bind(x)
 
@@ -208,9 +211,9 @@ def _row_major(x: Any) -> Any:
 
 
 # `jax.device_put` adds 17 microseconds of Python to a copy that takes 3. A pipeline copies twice
-# for each stage and micro-batch, so it calls jaxlib's functions below directly, and `device_put`
-# only if a jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a thread for each copy
-# (36 microseconds). So `prompt_copier` copies a few bytes by `_put_host`, in the calling thread.
+# for each stage and micro-batch, so it calls jaxlib's functions below directly, or `device_put` if
+# jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a thread for each copy (36
+# microseconds). So `prompt_copier` copies a few bytes with `_put_host`, in the calling thread.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
@@ -234,7 +237,7 @@ _EXACT: Mapping[str, dict[str, str | bool]] = {
 def exact(platform: str) -> dict[str, str | bool]:
     """Returns compiler options that make a value bitwise identical in all programs that compute it.
 
-    Returns no options for a platform that needs none, and for a version without these options.
+    The result is empty if the platform needs no options, or if this version lacks them.
     """
     options = _EXACT.get("gpu" if platform == "cuda" else platform)
     if not options:
@@ -358,7 +361,7 @@ def coordination() -> Any:
 
 
 def process_of() -> tuple[int, int]:
-    """Returns the number of this process and the count of all, without making devices."""
+    """Returns the number of this process and how many there are, without making devices."""
     state = cast(Any, multihost_utils).distributed.global_state
     return (0, 1) if state.client is None else (state.process_id, state.num_processes)
 

@@ -1,4 +1,4 @@
-"""`jvpipe`: the command `jvpipe train | plan | --version`, the shell of `jvpipe.cli.overview`."""
+"""Runs the command `jvpipe`: answers `--version`, and passes the rest to `cli/overview.py`."""
 
 import sys
 from importlib.metadata import version

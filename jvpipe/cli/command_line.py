@@ -300,7 +300,7 @@ def _resumed(
 def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
     """Returns the options of both mappings; if an option is in both, `later` replaces `earlier`.
 
-    The values of an option that may be given several times are added to each other instead.
+    If an option may be given several times, its values in both are joined instead.
     """
     joined = {**earlier, **later}
     for name, value in later.items():

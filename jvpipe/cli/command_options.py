@@ -344,7 +344,7 @@ class TrainOptions(ModelOptions):
 
     @property
     def devices_asked(self) -> int:
-        """The number of devices that the run needs; on a CPU, JAX makes as many devices."""
+        """The number of devices that the run needs; on CPUs, JAX makes that many."""
         if self.shares:
             return self.devices or max(self.stages or 1, os.cpu_count() or 1)
         return sum(self.replica_counts) or self.stages_asked or 1
@@ -395,7 +395,7 @@ fields of the model cannot change either (`_config` in job.py)."""
 DECIDES = resumed(TrainOptions, "plans")
 """The options that decide a plan. If a run is resumed with other values, a new plan is made."""
 NOT_KEPT = resumed(TrainOptions, "start", "processes", "own")
-"""The options that hold for one start of a run only."""
+"""The options that hold for only one start of a run."""
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Prepares a training run of the command line: its folder, its data, its pipeline and its state.
 
 Each process of the run prepares the same `Job`. `Hosts.together` and `Hosts.agree` wait for
-all processes. If a process fails in `together`, or has other values than the rest in
-`agree`, all processes raise an error.
+all processes. If a process fails in `together`, or its values in `agree` differ from those
+of another process, all processes raise an error.
 """
 
 import dataclasses
@@ -213,11 +213,11 @@ def _start(
 
     Returns:
         The options, folder and model of the run, digests by file name, and the plan or None.
-        The digests are of files that a resumed run has in its folder, such as a tokenizer.
+        The digests are those of files in a resumed run's folder, such as a tokenizer.
     """
     options, before, plan, from_file = hosts.together("run", lambda: _asked(options))
     devices = plan.device_count if plan else options.devices_asked
-    with suppress(RuntimeError):  # JAX has made its devices before, and perhaps they are enough
+    with suppress(RuntimeError):  # JAX already has its devices, which may be enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on, the other processes notice at once if one is lost
     keep_compiled()
@@ -367,7 +367,7 @@ def _go_back(data: models.Data, last: Path) -> None:
         raise DamageError(f"{last} holds no position in the data")
     try:
         data.train.set_state(extra["data"])
-    except Exception as problem:  # the data may be of a class of the user's, with any kind of error
+    except Exception as problem:  # a user's own class of data may raise any kind of error
         first_line = (str(problem).splitlines() or [""])[0]
         reason = f"{type(problem).__name__}: {first_line}"
         raise DamageError(f"{last} has no usable position in the data: {reason}") from problem

@@ -30,7 +30,7 @@ _KEPT = {
 class Evaluations:
     """A summary of a run's evaluations so far.
 
-    It has the lowest loss (None before the first evaluation), the step after which this loss was
+    It has the lowest loss (None as long as no loss was finite), the step after which this loss was
     measured, and the number of evaluations since then.
 
     >>> seen = Evaluations().after(10, 2.0).after(20, 1.5).after(30, 1.75)
@@ -53,7 +53,7 @@ class Evaluations:
         return patience is not None and self.since >= patience
 
     def told(self, patience: int | None) -> str:
-        """Writes a run's last line, about the best evaluation; empty if there was no evaluation."""
+        """Writes a run's last line, about the best evaluation; empty if no loss was finite."""
         if self.best_loss is None:
             return ""
         best = f"best held-out loss {self.best_loss:.4f} after step {self.best_step}"
@@ -114,7 +114,7 @@ class Keeper:
         self._place = job.run.place()
 
     def check(self) -> None:
-        """Raises the error of the last write if the write has failed and there is one process."""
+        """Raises the error of the last write if it has failed and the run has one process."""
         if self._job.hosts.count == 1:
             self._writer.check()
 

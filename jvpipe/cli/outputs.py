@@ -104,7 +104,7 @@ def _reason(path: str) -> str | None:
     return None
 
 
-# Parameters are written to files that other programs read.
+# The functions below write parameters to files that other programs read.
 
 
 def parameter_names(params: PyTree) -> dict[str, Any]:

@@ -110,7 +110,7 @@ _MUST = {
     "init": "a function of a key that gives the parameters",
     "batches": "a function of (seed, batch_size) that gives an iterator of batches",
 }
-"""The members that a model must have, with what each should be, as messages say it."""
+"""The members that a model must have, each with a description for messages."""
 _MAY = {
     "optimizer": ("steps",),
     "learning_rates": ("steps",),

@@ -164,7 +164,7 @@ _OF_MODELS = (
     "frozen",
     "state_fates",
 )
-"""The options that are for models only, and cannot be given with a graph file."""
+"""The options for models only, which cannot be given with a graph file."""
 
 
 def read_import(flag: str, text: str) -> tuple[str, str]:
@@ -258,7 +258,7 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def _exchange(options: PlanOptions, forecast: Forecast) -> None:
-    """Does what --import and --export ask: compares with another system's plan, writes a plan."""
+    """Compares the plan with that of --import, and writes it as --export asks."""
     if options.import_ is not None:
         if forecast.problem.replicated or forecast.problem.costs.outline is None:
             raise ValueError(f"--import {options.import_} is for a --model with a device per stage")

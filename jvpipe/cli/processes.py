@@ -84,7 +84,7 @@ slowest process. Bytes are summed, and so are the seconds of copying and recompu
 
 
 def _merged(ours: StepMetrics, measured: Sequence[tuple[Mapping[str, Any], Busy]]) -> StepMetrics:
-    """Joins what all processes measured of a step; what is equal in all is taken from `ours`.
+    """Joins what all processes measured of a step; entries that are equal in all come from `ours`.
 
     Args:
         ours: the metrics that this process measured.
@@ -155,7 +155,7 @@ def join(options: TrainOptions) -> Hosts:
     Raises:
         ValueError: the options do not say where the processes meet, process 0 does not answer, or
             the processes have different options or secrets.
-        HostLost: a process does not come in time, or the number of this one is taken.
+        HostLost: a process does not come in time, or this process's number is taken.
         SystemExit: the user stops the command before all have come.
     """
     secret = read_secret(options.secret_file)
@@ -196,8 +196,8 @@ def join(options: TrainOptions) -> Hosts:
 
 
 Met = tuple[dict[str, Any], Callable[[], None]]
-"""The arguments of `jax.distributed.initialize`, and the farewell: a function that tells the other
-processes that this one ends without an error."""
+"""The arguments of `jax.distributed.initialize`, and the farewell. The farewell is a function that
+tells the other processes that this one ends without an error."""
 
 
 def _of_cluster(secret: bytes) -> Met:
@@ -251,8 +251,8 @@ def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
 def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -> Met:
     """Opens the meeting as process 0, and waits until all have come.
 
-    The arguments in its result have the address where JAX will connect the processes. The port of
-    the address is reserved, so no other program can take it before JAX does.
+    The arguments in the result have the address at which JAX will connect the processes. The port
+    of the address is reserved, so no other program can take it before JAX does.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -201,12 +201,12 @@ class RunDir:
         return held_folder(self.path, self.holder)
 
     def place(self) -> tuple[int, int] | None:
-        """Returns two numbers of the path's folder, which are others if it is another folder."""
+        """Returns two numbers that identify the folder at the path; None if there is no folder."""
         return place_of(self.path)
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds advice to a DamageError about the last checkpoint that is raised in the context.
+        """Adds advice to a DamageError that is raised in the context, about the last checkpoint.
 
         The message then names the newest whole checkpoint before it, or says that there is none.
         """
@@ -221,7 +221,7 @@ class RunDir:
             raise DamageError(f"{damage}; {advice}") from damage
 
     def check_last(self) -> None:
-        """Raises DamageError if the step in the last checkpoint is not that in its name."""
+        """Raises DamageError if the last checkpoint has another step than its name says."""
         for path in self.checkpoints()[-1:]:
             _check_step(path)
 
@@ -238,8 +238,8 @@ class RunDir:
 
         Args:
             expected: the expected entries by name.
-            usual: defaults for the fields of entries that are mappings. If config.json lacks a
-                field, because an older jvpipe has written it, the field has its default.
+            usual: defaults for the fields of entries that are mappings. If an older jvpipe wrote
+                config.json without a field, the field has its default.
 
         Raises:
             ValueError: entries differ. The message names each of them; if an entry is a mapping, it
@@ -313,7 +313,7 @@ def _differences(
             yield key, old, new
 
 
-# The plan of a run comes from the file of --plan, from the folder of a resumed run, or a planner.
+# The plan of a run comes from the file of --plan, the folder of a resumed run, or a planner.
 
 
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
@@ -334,8 +334,8 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
         return None
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
-    # Each option, in the ways in which users may write its value in the plan. For example, they may
-    # write the replicas of stages as 2,1 or as 2:1.
+    # By option, the values that agree with the plan. Some may be written in several ways: replicas
+    # as 2,1 or as 2:1.
     in_plan = {
         "stages": [pipeline_length(plan, schedule)],
         "replicas": [between.join(map(str, plan.replicas)) for between in ",:"],
@@ -376,9 +376,9 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     return plan if options["stages"] in (None, stages) else None
 
 
-# The config.json of a folder may name code, which --resume would run. In a folder from
-# somewhere else, the code may be malicious. So a run writes a mark into config.json. Only this
-# user can make the mark, and it fits only this folder. If it is right, the code may run.
+# The config.json of a folder may name code, which --resume would run. If the folder comes from
+# somewhere else, the code may be malicious. So a run writes a mark into config.json, which only
+# this user can make, and which fits only this folder. If the mark is right, the code may run.
 
 MARK = "made_here"
 """The name of the entry of config.json that holds the mark."""
@@ -401,7 +401,7 @@ def mark(folder: Path, model: str) -> str:
 
 
 def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
-    """Refuses to run code that is named by a folder from somewhere else.
+    """Refuses to run code that a folder from somewhere else names.
 
     Args:
         folder: the folder of the run.

@@ -1,4 +1,4 @@
-"""The model of a run as options ask for it: its weights, tokenizer, optimizer and search."""
+"""Prepares a run's model as its options ask: its weights, tokenizer, optimizer and search."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +113,7 @@ _DIMENSIONS = (
 
 
 def as_in_folder(options: TrainOptions) -> TrainOptions:
-    """Adds to options the model's fields, size and tokenizer from the folder of `--init-from`.
+    """Completes options with the model's fields, size and tokenizer in the folder of `--init-from`.
 
     Raises:
         ValueError: weights cannot be read for the model, or the folder is of another model.

@@ -76,7 +76,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _again(handler: Callable[[Any], object], lost: Any) -> None:
-    """Raises an interrupt again if Python has dropped it, as in a garbage collection."""
+    """Raises an interrupt again if Python has dropped it, as it does in a garbage collection."""
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:

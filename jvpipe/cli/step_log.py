@@ -144,7 +144,7 @@ class StepNumbers:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokens = tokens_in(job.data.example)
-        # The model for which the ideal seconds were computed, and these seconds.
+        # The model for which the ideal seconds were last computed, and those seconds.
         self._ideal: tuple[Traced | None, float | None] = None, None
 
     def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:

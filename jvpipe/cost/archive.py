@@ -1,4 +1,4 @@
-"""Measured numbers on disk, so that two runs of a command plan on the same numbers.
+"""Keeps measured numbers on disk, so that two runs of a command plan with the same numbers.
 
 A description is a tuple of texts that says what was measured and where. The numbers of each
 description have a file of their own, whose name is a digest of the description. If any text

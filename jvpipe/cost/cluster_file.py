@@ -1,4 +1,4 @@
-"""Clusters that a user describes in TOML; errors name the file, the field and its line if found.
+"""Reads clusters that a user describes in TOML; errors name the file, the field and its line.
 
 All fields of the file are below. The device is given in one of three ways: `device` as a name,
 `[device]` as a table, or `devices`, a list with an entry for every device.

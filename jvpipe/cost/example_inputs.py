@@ -23,7 +23,7 @@ def example_of(shape: Any) -> Any:
 def _keys(shape: Any) -> jax.Array:
     """Makes keys of JAX's random numbers, of a shape and dtype.
 
-    The implementation of the keys is not part of `shape`: an abstract evaluation finds it out.
+    `shape` does not tell the implementation of the keys, so an abstract evaluation finds it.
     """
     impl: list[Any] = []
 

@@ -1,7 +1,7 @@
-"""How much of a data sheet's rates each family of devices reaches, with the sources.
+"""The shares of their data sheets' rates that families of devices reach, with the sources.
 
 A family is a set of devices that are assumed to reach the same shares of their makers' figures.
-A constant belongs to a family and not to one device. So a device that nobody has measured can use
+A constant belongs to a family, not to one device. So a device that nobody has measured can use
 the constants of its family. If the source of a constant says "fitted half", `experiments/predicts`
 fitted the constant to one half of the published throughputs, and the other half judges the result.
 The source of a constant is the comment above it.

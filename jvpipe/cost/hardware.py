@@ -207,7 +207,7 @@ class Cluster:
         return Link(bytes_per_s, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
-        """Returns a lower bound for the seconds of an all-reduce over at least `count` devices.
+        """Returns a lower bound on the seconds of an all-reduce over at least `count` devices.
 
         The bound holds wherever the devices are. For each number of machines, it assumes that the
         devices are spread evenly, so that the ring of the fullest machine is as short as possible.

@@ -109,7 +109,7 @@ def measure_links(
 
     Args:
         device: the device.
-        other: the device to which it sends; None if there is none: sending then takes no time.
+        other: the device to which it sends; None if there is none. Sending then takes no time.
         sizes: the bytes of a small and of a large copy.
     """
     pinned = SingleDeviceSharding(device, memory_kind=_host_memory(device))

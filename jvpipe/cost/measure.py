@@ -1,9 +1,9 @@
 """Measures the costs of a model's layers on a device at hand: each distinct program is timed once.
 
-A program that does not fit on the device is not run. Its seconds are estimated: those of
-the roofline (`roofline.py`), times a pace. For each program that ran, the measured seconds
-are divided by the roofline's, and the pace is the median of these ratios. Seconds that an
-earlier process has measured come from the archive.
+A program that does not fit on the device is not run. Its seconds are estimated as those of
+the roofline (`roofline.py`) times a pace. The pace is a median over the programs that ran:
+of their measured seconds divided by the roofline's. Seconds that an earlier process has
+measured come from the archive.
 """
 
 import statistics
@@ -316,10 +316,10 @@ def _estimated(
     runs: Runs,
     programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
 ) -> Runs:
-    """Estimates the seconds of programs that were not run: those of the roofline, times a pace.
+    """Estimates the seconds of programs that were not run: the roofline's seconds times a pace.
 
-    For each program that was run, the measured seconds are divided by the roofline's. The
-    pace is the median of these ratios.
+    The pace is a median over the programs that were run: of their measured seconds divided
+    by the roofline's.
 
     Args:
         store: the store that compiles programs, to report their temporary bytes.

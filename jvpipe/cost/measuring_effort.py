@@ -12,8 +12,8 @@ class MeasuringEffort:
     """The number of times that programs and copies are run to measure their seconds.
 
     Attributes:
-        turns: the turns in which all programs run one after another. For each program, its least
-            seconds of all turns count. So a slow moment of the machine in one turn does no harm.
+        turns: the turns in which all programs run one after another. The least seconds of a
+            program in all turns count, so a slow moment of the machine in one turn does no harm.
         runs: the runs of each program in a turn, after one run that warms up.
         long_s: programs that take longer than this run in the first turn only, with two runs.
         copies: the copies of each size over a link between devices, or between device and host.

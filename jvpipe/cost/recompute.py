@@ -146,7 +146,7 @@ class Recompute:
         return np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices)
 
     def cut(self, price: float) -> frozenset[int]:
-        """Finds the candidates to keep if seconds + price * bytes is to be least, by a minimum cut.
+        """Finds by a minimum cut which candidates to keep so that seconds + price * bytes is least.
 
         Each candidate c has two nodes, needed[c] and recomputed[c], and each equation has
         one. A node on the source's side of the cut is true. An edge u -> v costs its

@@ -15,7 +15,7 @@ from jvpipe.cost.matrix_products import Product
 
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5
-_FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved; a product with less has few operations
+_FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved; a product with fewer has few operations
 _SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # least lengths of a part, the latter for few operations
 _MOST_PARTS = 128
 

@@ -1,8 +1,8 @@
 """A store of programs for absent devices: a compiler reports their bytes, and nothing runs them.
 
-To check a plan against memory limits, its programs are compiled by a store. The store of this file
-asks the compiler of a target, which is the kind of device that is absent. So the same code checks
-plans for absent devices and for devices at hand.
+To check a plan against memory limits, a store compiles its programs. The store of this file asks
+the compiler of a target: the kind of device that is absent. So the same code checks plans for
+absent devices and for devices at hand.
 """
 
 from collections.abc import Collection, Hashable, Sequence

@@ -33,7 +33,7 @@ On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
     relaid     an input that elementwise kernels read is copied in two cases: it has the shape of a
                batch of products, or its layout between programs is another one (`tpu_layouts.py`)
     twice      a product of at least 128 rows with a transposed operand, such as an embedding table,
-               is copied if kernels read it although it is a result of the program
+               is copied if it is a result of the program and kernels read it, too
     images     what convolutions read and make has its channels along the 128 columns of tiles, so
                inputs and results with another layout between programs are copied
     scratch    small buffers lie in the on-chip memory while there is room (`heap.py`)
@@ -151,7 +151,7 @@ def _steps(program: KernelProgram, device: Accelerator) -> Iterator[KernelStep]:
 
 
 def _turned_scatters(program: KernelProgram) -> set[Var]:
-    """Returns the results of scatters that are transposed, which takes a copy.
+    """Returns the scatters' results that are transposed, for which they are copied.
 
     A scatter's result has the layout of the array that it updates.
     """
@@ -297,7 +297,7 @@ def _rooms(
 
 
 def _with_results_early(steps: Sequence[KernelStep], elsewhere: set[Var]) -> list[KernelStep]:
-    """Moves steps that write only values of `elsewhere` right behind the steps that they need."""
+    """Moves steps that write only values of `elsewhere` right after the steps that they need."""
     made_at: dict[Var, int] = {}
     places = []
     for i, step in enumerate(steps):

@@ -128,7 +128,7 @@ def _filled(size: int, whole: int) -> int:
 
 
 def _closed(results: str) -> str:
-    """Returns the text before its first closing brace that has no opening brace in the text."""
+    """Returns the text before its first closing brace without an opening brace."""
     depth = 0
     for at, letter in enumerate(results):
         depth += (letter == "{") - (letter == "}")
