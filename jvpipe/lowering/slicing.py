@@ -13,8 +13,8 @@ Tensor 7 goes from layer 3 to layer 4.
     F(layer 3) makes model state        F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE
                                                                            at the first, for both
 
-How values between stages are cut, sent and joined is the subject of exchange.py. A part is named by
-its examples and never by its replica. A value that depends on no example keeps its name, and every
+exchange.py describes how values between stages are cut, sent and joined. A part is named by its
+examples and never by its replica. A value that depends on no example keeps its name, and every
 replica makes the same value. Each replica adds up its own gradients over the micro-batches of an
 update. Then REDUCE adds up the replicas' sums, in ascending order of their slices. It runs at the
 replica that updates the layer and then sends the new parameters to the others. So the order of
@@ -116,7 +116,7 @@ class Slicing(Exchange):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts the bytes that adding up a layer's gradients takes beside one replica's gradients.
+        """Counts the bytes, besides one replica's gradients, that adding up a layer's gradients takes.
 
         With two replicas it is twice the bytes of the layer's gradients: once for those of the
         other replica, and once for the sums. With more, the first REDUCE may need those of two
