@@ -217,8 +217,8 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
             raise ValueError(
                 f"rank {r} must send and receive other values: {cell} {count[cell]} times, not {expected[cell]}"
             )
-    # The order of sends in the file may differ from the order in `sent`, and may make ranks wait for
-    # each other. So the file's rows are played, too, with their sends and receives.
+    # The order of sends in the file may differ from the order in `sent`, and may make ranks wait
+    # for each other. So the file's rows are played, too, with their sends and receives.
     cells = chain.from_iterable(rows)
     last = max(int(re.split(r"\D", cell)[0]) for cell in cells)
 

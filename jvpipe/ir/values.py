@@ -55,8 +55,9 @@ class ValueKind(StrEnum):
     # what a micro-batch's loss returns: the loss itself and its aux
     LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
     AUX = "aux"  # index: the leaf; micro-batch
-    # the sum of the losses' weights; version: the number of the update that reads it
-    WEIGHT = "weight"  # layer: that of the loss; version
+    # the sum of the losses' weights; version: the number of the update that reads it, NEVER for
+    # the metrics of a stream's step; micro-batch: for these, the first of the step, else NEVER
+    WEIGHT = "weight"  # layer: that of the loss; version; micro-batch
     # a result of a step: its loss, a group of aux, or the norm of the gradient
     METRIC = "metric"  # index; micro-batch: the first of its step
     # a small value that one piece of the optimizer hands to another

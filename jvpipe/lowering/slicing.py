@@ -116,7 +116,7 @@ class Slicing(Exchange):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts the bytes, besides one replica's gradients, that adding up a layer's gradients takes.
+        """Counts the bytes that adding up a layer takes, besides the gradients of one replica.
 
         With two replicas it is twice the bytes of the layer's gradients: once for those of the
         other replica, and once for the sums. With more, the first REDUCE may need those of two
@@ -223,7 +223,7 @@ class Slicing(Exchange):
         """Yields the operation that joins the replicas' parts of the model state.
 
         The result is the state for the next micro-batch. All replicas that read the state get it,
-        and also those of this layer: if the loss depends on the state, their backward may read it.
+        and so do those of this layer: if the loss depends on the state, their backward may read it.
 
         Args:
             op: the forward of all replicas.

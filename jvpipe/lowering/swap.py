@@ -77,7 +77,7 @@ class _Swaps:
     """The swapped values of all stages, while the rows are written.
 
     Devices are numbered like their task lists. The forward that leaves a set (see the top of the
-    file) is its key. This is the way of a set, row by row:
+    file) is its key. A set goes this way, row by row:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -161,13 +161,13 @@ class _Swaps:
             yield self._row(Kind.OUT, forward, b, [b], [host])
 
     def _free(self, d: int) -> Iterator[Row]:
-        """Yields the rows that wait until a device's oldest leaving set is on the host, and free it."""
+        """Yields the rows that wait for a device's oldest leaving set, and then free it."""
         forward = self._leaving[d].pop(0)
         for b, host in self._hosted[forward].items():
             yield self._row(Kind.FREE, forward, b, [b, host], [])
 
     def _fetch(self, forward: Task) -> Iterator[Row]:
-        """Yields the rows that begin to bring back a set that is on the host or on its way there."""
+        """Yields the rows that begin to fetch a set, if it is on the host or on its way there."""
         d = self._device[forward.stage]
         if forward not in self._hosted or forward in self._back[d]:
             return
