@@ -137,7 +137,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Lists the tasks one of which must be done before a task can run; any if the list is empty."""
+    """Lists the tasks of which at least one must be done before a task can run, if there are any."""
     s, _, m = task
     match task.kind:
         case Kind.F:

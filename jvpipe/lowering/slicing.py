@@ -116,7 +116,7 @@ class Slicing(Exchange):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts the bytes that adding up a layer takes, besides the gradients of one replica.
+        """Counts the bytes that adding up a layer's gradients takes, besides those of one replica.
 
         With two replicas it is twice the bytes of the layer's gradients: once for those of the
         other replica, and once for the sums. With more, the first REDUCE may need those of two
