@@ -1,4 +1,4 @@
-"""The layouts that a TPU's compiler gives to values, and the copies that these layouts take.
+"""The layouts that a TPU's compiler gives to values, and the copies that these layouts need.
 
 The docstring of `temporaries.py` states the rules: `halves`, `relaid`, `twice` and `images`.
 """
@@ -23,7 +23,7 @@ class TpuLayouts:
 
     Attributes:
         images: the values with the layout of convolutions, which takes more bytes.
-        halves: the float32 values that are bfloat16.
+        halves: the float32 values that are held as bfloat16.
         relaid: the inputs that are copied for the kernels that read them.
         apart: the values that need a temporary buffer in addition to the buffer of a result.
     """
@@ -82,7 +82,7 @@ def _images(program: KernelProgram) -> Iterator[Var]:
 
 
 def _is_wider(aval: Any) -> bool:
-    """Tells whether an array takes more than its least bytes with its last dimension as columns."""
+    """Tells whether an array takes more than its least bytes if its last dimension is columns."""
     itemsize = aval.dtype.itemsize
     along_columns = tiled_bytes(aval.shape, itemsize, aval.ndim - 1)
     return along_columns > tiled_bytes(aval.shape, itemsize)
@@ -109,9 +109,9 @@ def _relaid(program: KernelProgram) -> Iterator[Var]:
     """Yields the inputs that are copied for the kernels that loop over them.
 
     An input is copied in two cases. In the first, it has the shape of a batched product's result,
-    whose layout it gets. In the second, its rows are longer than a tile, but do not lie along the
-    columns of tiles between programs: another layout takes fewer bytes there. An input that a heavy
-    equation (such as a product) reads is never copied.
+    whose layout it gets. In the second, its rows are longer than a tile, but between programs they
+    do not lie along the columns of tiles, because another layout takes fewer bytes. An input that a
+    heavy equation (such as a product) reads is never copied.
     """
     batched = {dims_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
     loops = {loop_of(eqn) for eqn in program.eqns}

@@ -18,7 +18,7 @@ BACKWARD = 2
 
 
 def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
-    """Counts the floating-point operations of products and convolutions, by their operands' dtype.
+    """Counts the flops of products and convolutions, by the dtype of the first operand.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)

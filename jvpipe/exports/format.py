@@ -46,7 +46,7 @@ class Format:
 
     Attributes:
         name: the name that users give, such as "megatron".
-        write: writes a plan; if the format cannot express the plan, the nearest that it can.
+        write: writes a plan or, if the format cannot express it, the nearest plan that it can.
         read: reads a text as a plan for the model that the outline describes.
         silent: the parts that files of this format never have, so their absence is not a loss.
         comment: the text that begins a comment line; empty if the format has no comments.
@@ -67,7 +67,7 @@ class Format:
 
         Raises:
             ValueError: the format cannot express all of the plan and `lossy` is false, or it cannot
-                express any plan that is near.
+                express even a plan near it.
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
@@ -79,7 +79,7 @@ class Format:
             )
         if not self.comment:
             return text
-        # From the first line `load` knows the version. The other lines name the losses.
+        # The first line tells `load` the version. The other lines name the losses.
         head = [
             f"jvpipe {self.name} {VERSION}",
             *(f"nearest; lost: {loss}" for loss in lost),
@@ -151,7 +151,7 @@ def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
 
 
 def lists_by_device(plan: Plan, microbatches: int) -> TaskLists:
-    """Returns the lists of `lists_for` by device, as other systems expect, and not by stage."""
+    """Returns the lists of `lists_for` in the order of devices, as other systems expect them."""
 
     def devices_of(tasks: Sequence[Task]) -> tuple[int, ...]:
         return plan.stages[tasks[0].stage].devices

@@ -2,7 +2,8 @@
 
 Most other systems can cut only such models, and only between blocks. A `Layout` is what they can
 express: how many blocks each stage has, and how many of them it recomputes. The formats in this
-folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan (`stacked_plan`).
+folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan
+(`stacked_plan`).
 """
 
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 
 
 def _check_alike(outline: Outline, stack: BlockStack) -> None:
-    """Checks that blocks have equally many values and about equally many bytes.
+    """Checks that blocks have the same number of values and about the same number of bytes.
 
     Only the last layer of the last block may have another number of values. A norm or a gather that
     comes before the head is traced into this layer.
@@ -218,7 +219,7 @@ def _check_rounds(
     devices: int,
     microbatches: int,
 ) -> None:
-    """Checks that micro-batches come in even rounds if a device has several stages.
+    """Checks that micro-batches come in full rounds if a device has several stages.
 
     A round is as many micro-batches as there are devices. If the last round is smaller, jvpipe and
     the other systems order its tasks differently.

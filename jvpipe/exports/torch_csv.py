@@ -98,14 +98,14 @@ def _played(
     is_ready: Callable[[T, set[T]], bool],
     stuck: Callable[[list[T]], ValueError],
 ) -> Iterator[tuple[int, T]]:
-    """Yields the actions of all ranks in an order in which they can run, each with its rank's number.
+    """Yields the actions of all ranks in an order in which they can run, each with its rank.
 
     In each round, each rank runs its next action if the action is ready.
 
     Args:
         lists: the actions of each rank.
         is_ready: tells whether an action can run after the actions of a set.
-        stuck: makes the error that is raised if all actions that are next wait for each other.
+        stuck: makes the error that is raised if no rank's next action can run.
     """
     done = set[T]()
     at = [0] * len(lists)  # the position of each rank's next action
@@ -137,7 +137,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Lists the tasks of which one must be done before a task can run."""
+    """Lists the tasks of which at least one must be done before a task can run, if there are any."""
     s, _, m = task
     match task.kind:
         case Kind.F:
@@ -181,7 +181,7 @@ def _read(text: str, outline: Outline) -> Plan:
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
-    # If the division leaves a rest, it goes to the first stages, one layer to each.
+    # If the division leaves a remainder, the first stages get one more layer each.
     share, rest = divmod(layers, stages)
     counts = [share + (s < rest) for s in range(stages)]
     devices = [rank[s] for s in range(stages)]
@@ -217,8 +217,8 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
             raise ValueError(
                 f"rank {r} must send and receive other values: {cell} {count[cell]} times, not {expected[cell]}"
             )
-    # The order of sends in the file may differ from the order in `sent`, and may let ranks wait for
-    # each other. So the file's rows are played, too, with their sends and receives.
+    # The order of sends in the file may differ from the order in `sent`, and may make ranks wait
+    # for each other. So the file's rows are played, too, with their sends and receives.
     cells = chain.from_iterable(rows)
     last = max(int(re.split(r"\D", cell)[0]) for cell in cells)
 

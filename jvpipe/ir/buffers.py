@@ -102,7 +102,7 @@ class Buffer:
 
     @property
     def owner(self) -> Owner:
-        """The account to which the buffer's bytes count."""
+        """The account under which the buffer's bytes are counted."""
         return VALUES[self.value.kind].owner
 
 
@@ -151,7 +151,7 @@ class Peak:
     holders: tuple[tuple[str, int], ...]
 
     def beside(self, owner: str, size: int) -> "Peak":
-        """Returns the peak with additional bytes.
+        """Returns the peak with additional bytes, whose account comes first.
 
         Args:
             owner: the account to which the bytes are added.
@@ -206,7 +206,7 @@ def _holders(
 ) -> tuple[tuple[str, int], ...]:
     """Counts the bytes of each account in a memory while a row runs, the largest first.
 
-    Older versions of a parameter count to the account `Owner.VERSION`.
+    Older versions of a parameter count under `Owner.VERSION`.
 
     Args:
         lowered: the step.

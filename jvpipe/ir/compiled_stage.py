@@ -32,7 +32,7 @@ class CompiledStage:
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of both peaks, which a limit has to allow for."""
+        """The larger of the two peaks, which a limit has to allow for."""
         return max(self.planned_bytes, self.compiled_bytes)
 
     def to_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Examples(NamedTuple):
-    """The examples of a micro-batch from `start` up to, but without, `stop`.
+    """The examples of a micro-batch from `start` up to but not including `stop`.
 
     >>> print(Examples(2, 4))
     2:4

@@ -33,8 +33,8 @@ class Fates:
     Attributes:
         kept: for each layer, the candidates that its forward saves.
         swapped: for each layer, the kept candidates that go to the host until the backward.
-        recomputed: the layers whose forward runs once more, before a backward that reads
-            its outputs.
+        recomputed: the layers whose forwards run once more, before a backward that reads
+            their outputs.
         away: the edges that go to the host until the backward.
         dropped: the edges that their stage recomputes.
     """

@@ -26,7 +26,7 @@ class Kind(StrEnum):
     SEND = "SEND"  # copy to another place
     RETURN = "RETURN"  # a SEND of a cotangent, in simulations of whole stages
     MOVE = "MOVE"  # copy a value of a layer that changes places
-    FEED = "FEED"  # bring a leaf of the batch from the host
+    FEED = "FEED"  # bring a leaf of the batch, or a seed, from the host
     OUT = "OUT"  # copy to the host
     IN = "IN"  # copy back from the host
     FREE = "FREE"  # wait until a copy has arrived, then end the buffer that was copied
@@ -40,7 +40,7 @@ class Kind(StrEnum):
     SETTLE = "SETTLE"  # record what an update changed, for later SHIFTs
     SLICE = "SLICE"  # take the part of a value that a replica works on
     CONCAT = "CONCAT"  # join the parts that replicas of another stage have made
-    REDUCE = "REDUCE"  # add up the sums of gradients that the replicas of a stage have made
+    REDUCE = "REDUCE"  # add up or join what the replicas of a stage have made, such as gradients
 
 
 class Runs(Enum):
@@ -84,7 +84,7 @@ class KindInfo:
         weight: its time relative to a forward of the same layer. Orders that are made
             without measuring assume this time.
         in_flight: by how much it changes the number of micro-batches in flight on its
-            stage. In flight are those whose forward has run and whose backward has not.
+            stage. A micro-batch is in flight if its forward has run and its backward has not.
         between: by how much it changes the number of micro-batches that are between the two
             halves of their backward.
         back: which version of the weights it reads: the one that the schedule gives to a

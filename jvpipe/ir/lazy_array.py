@@ -17,9 +17,9 @@ class LazyArray(jax.ShapeDtypeStruct):
     Args:
         shape: the shape of the whole array.
         dtype: the type of its numbers.
-        read: a function that reads the array. Without arguments it reads all of it. With
-            arguments, which index the first axes, it reads only that part. The last index
-            may be a slice.
+        read: a function that reads the array. Without arguments, it reads all of it.
+            Arguments are indices of the first axes; it then reads only the part that they
+            select. The last index may be a slice.
         at: the indices of the part that this array stands for; none for the whole array.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
@@ -41,7 +41,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         """Returns the part at an index or a slice of the first axis, without reading it.
 
         Raises:
-            IndexError: the index is not one of the first axis.
+            IndexError: the index is out of bounds.
         """
         before, begin = self._at, 0
         # A slice comes last. An index of this array counts from where the slice starts.

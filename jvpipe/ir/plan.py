@@ -87,7 +87,7 @@ class Plan:
         splits: the equations before which a traced layer is cut in two. The stages count
             both parts as layers.
         tasks: the tasks of each device in order, as text; empty if the schedule's rule gives them.
-        unsplit: if `tasks` splits backwards, the layers whose backwards stay whole.
+        unsplit: the layers whose backwards stay whole although the schedule splits backwards.
         outline: what an export must know about the model. The outline is not part of the
             plan: it is neither compared nor saved.
 
@@ -262,7 +262,7 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a device is two replicas, or two stages share only some devices."""
+        """Raises ValueError if a stage names a device twice, or stages share only some devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             for at, device in enumerate(stage.devices):

@@ -62,7 +62,7 @@ class SumRun:
 
 @dataclass(frozen=True, slots=True)
 class SliceRun:
-    """The part of a value along an axis, from `start` up to, but without, `stop`."""
+    """The part of a value along an axis, from `start` up to but not including `stop`."""
 
     of: Ref
     axis: int

@@ -1,7 +1,8 @@
 """The rules by which a user cuts parameters over the devices of a place.
 
-A place may be a mesh of several devices with named axes. A spec says, for each dimension of
-an array, along which of these axes it is cut. Rules give specs by the paths of parameters.
+A place may be a mesh of several devices with named axes. A spec names, for each dimension of
+an array, the axes along which that dimension is cut. Rules give specs by the paths of
+parameters.
 """
 
 import math
@@ -67,7 +68,7 @@ class Sharding:
         return replace(array, spec=spec, bytes=array.bytes // parts)
 
     def divides(self, shape: tuple[int, ...], spec: Spec) -> bool:
-        """Tells whether a spec cuts an array into parts of equal shape, as it must.
+        """Tells whether a spec cuts an array into parts of equal shape, as every spec must.
 
         Args:
             shape: the shape of the array.

@@ -12,8 +12,9 @@ class Span:
     """One task in one line of a timeline. (A span of a stream is something else.)
 
     Attributes:
-        device: the line: a device, or a link, so that transfers are seen beside the work
-            that they overlap. Spans of one line do not overlap.
+        device: the name of the line: that of a device or, for a transfer, that of a link. So
+            transfers are seen beside the work that they overlap. Spans of one line do not
+            overlap.
         name: the text form of the task, such as `2F0`.
         start_s: when it starts, in seconds from an origin that all spans share.
         end_s: when it ends, from the same origin.

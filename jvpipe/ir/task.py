@@ -1,6 +1,6 @@
 """Tasks: the actions of stages on micro-batches that a schedule puts in order.
 
-Tasks have the text form of torch.distributed.pipelining, and their lists have its CSV form.
+The text form of a task, and the CSV form of lists, are those of torch.distributed.pipelining.
 """
 
 import csv

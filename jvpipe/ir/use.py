@@ -25,7 +25,7 @@ class Use:
     shift: int = 0
 
     def moved(self, microbatches: int, versions: int) -> "Use":
-        """Returns the use with `microbatches` added to its micro-batch, `versions` to its versions.
+        """Returns the same use some micro-batches and versions later.
 
         >>> use = Use(Kind.F, 2, 1, 0).moved(8, 8)
         >>> use.microbatch, use.version

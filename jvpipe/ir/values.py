@@ -55,8 +55,9 @@ class ValueKind(StrEnum):
     # what a micro-batch's loss returns: the loss itself and its aux
     LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
     AUX = "aux"  # index: the leaf; micro-batch
-    # the sum of the losses' weights; version: the number of the update that reads it
-    WEIGHT = "weight"  # layer: that of the loss; version
+    # the sum of the losses' weights; version: the number of the update that reads it, NEVER for
+    # the metrics of a stream's step; micro-batch: for these, the first of the step, else NEVER
+    WEIGHT = "weight"  # layer: that of the loss; version; micro-batch
     # a result of a step: its loss, a group of aux, or the norm of the gradient
     METRIC = "metric"  # index; micro-batch: the first of its step
     # a small value that one piece of the optimizer hands to another
@@ -76,7 +77,7 @@ class ValueKind(StrEnum):
 
 
 class Owner(StrEnum):
-    """The accounts to which the bytes of buffers are counted in reports and ledgers."""
+    """The accounts under which reports and ledgers count the bytes of buffers."""
 
     PARAMETER = "parameter"
     # stashed, predicted and corrected parameters, and what is remembered of their updates
@@ -97,7 +98,7 @@ class ValueInfo:
     """The properties of one kind of value: a line of the table `VALUES`.
 
     Attributes:
-        owner: the account to which the bytes of its buffers are counted.
+        owner: the account under which the bytes of its buffers are counted.
         lasts: whether it lies on the devices between steps.
         alone: whether it has a single copy, at the place where its layer runs.
         fed: whether it comes from the host when a program first reads it.
@@ -148,7 +149,7 @@ VALUES: dict[ValueKind, ValueInfo] = {
 
 
 class Value(NamedTuple):
-    """The name of a thing that is computed: its kind, and what tells it apart within the kind.
+    """The name of a value: its kind, and the fields that tell it apart from others of its kind.
 
     The name does not say where the value lies. `ValueKind` says which fields each kind
     uses. `examples` is set for the part of a value that a replica works on: the part is

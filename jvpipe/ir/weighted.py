@@ -1,4 +1,4 @@
-"""A loss that is a mean over a number of items that differs between micro-batches."""
+"""A loss that is a mean over items whose number differs between micro-batches."""
 
 from typing import Any, NamedTuple
 

@@ -1,7 +1,7 @@
 """The buffer table while a step is lowered: the numbers of buffers, and their present names.
 
 A buffer has a number, which never changes, and a name, which may change. The name is a `Spot`: a
-value, a place, and which of the value's copies there. Names change in two ways. An update in place
+value, a place, and which of the value's copies it is. Names change in two ways. An update in place
 turns version 3 of a parameter into version 4. A value that moves leaves its old buffer behind; that
 buffer is then named stale, so that no program reads it. Three mappings tie numbers to names:
 
@@ -103,7 +103,7 @@ class BufferTable:
             self.current[spot.value, spot.place] = b
 
     def leave(self, b: int) -> None:
-        """Marks the buffer that a moved value leaves behind, so that no program reads it there."""
+        """Marks the buffer that a moved value leaves behind, so that no program reads it."""
         spot = self.spots[b]
         if spot.copy is not Copy.AWAY:
             self.rename(b, spot._replace(copy=Copy.STALE))

@@ -8,8 +8,8 @@
 Before an operation runs, `bring` and `send` get the values that its place lacks. When the plan
 changes, values may also be moved earlier, to save time. A step moves most values early, in this
 order (step.py): `relocate` before a new plan begins, `bring_state` after the last task, then
-`commit`, which ends the old buffers. A stream calls `keep` at a change of plan, and ends old buffers
-one by one (stream/departures.py).
+`commit`, which ends the old buffers. A stream calls `keep` at a change of plan, and ends old
+buffers one by one (stream/departures.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -48,7 +48,7 @@ class Carrier(BufferTable):
     Attributes:
         where: the places of layers under the plan entered last.
         blocks: the rows so far.
-        moved: pairs of an old buffer, and the copy that must arrive before the old buffer ends.
+        moved: pairs of an old buffer and the copy that must arrive before the old buffer ends.
         persistent: how many buffers of the table exist before the first row.
     """
 

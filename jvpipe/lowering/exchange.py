@@ -125,8 +125,9 @@ class Exchange(ReplicaParts):
 
         If the value is a sum, replica e of the reading stage gets its share, so that the values of
         all replicas there again add up to the whole. If it is a mean, the replica gets the whole.
-        Cotangents go the other way, by the transposed weights. With v and c at the producing stage,
-        v' and c' at the reading stage, and `share` the fraction of all examples in a slice:
+        Cotangents go the other way, by the transposed weights. Below, v and c are values and
+        cotangents at the producing stage, v' and c' are those at the reading stage, and `share` is
+        the fraction of all examples that a slice has:
 
                         a sum                       a mean
             tensor      v'_e = share_e sum(v)       v'_e = sum(share v)

@@ -1,6 +1,6 @@
 """The values that operations of layers read, write and deliver, by name.
 
-A value's name has its kind and index, and where they matter its layer, micro-batch and version. It
+A value's name has its kind and index and, where they matter, its layer, micro-batch and version. It
 says what the value is, but not where it lies. How a name follows from a layer and a micro-batch is
 decided here alone, so that the operation that writes a value and those that read it agree.
 """

@@ -19,7 +19,8 @@ Backwards send to earlier stages, so the order among them is from the last list 
 Forwards send to later devices, so the order among them is from the first device to the last (on one
 device, from its last list to its first). In both orders, a device that sends comes before the
 device that receives. This saves time: a copy needs a new buffer on the receiving GPU, and waits for
-all work that this GPU got before the buffer was made. The receiver's own task is not yet among it.
+all work that this GPU got before the buffer was made. That work does not yet include the receiver's
+own task.
 """
 
 import heapq
@@ -276,11 +277,11 @@ def order(
     known before anything runs, so the order follows from the plan and never from measured seconds.
 
     Args:
-        waits: finds the tasks that make the values that a task reads.
+        waits: finds the tasks whose results a task reads.
         lists: the tasks of each stage or device.
         done: tasks that ran before.
-        waits_too: finds further tasks that a task waits for: those that make a weight version that
-            the task reads, or that must add to the same sum of gradients before the task.
+        waits_too: finds further tasks that a task waits for: those that make a version of weights
+            that it reads, or that must add to a sum of gradients before it does.
     """
 
     def waits_for(task: Task) -> Iterator[Task]:

@@ -11,7 +11,7 @@ In the first line layers 4 and 9 run at one other place, so one SEND serves both
 
 A value that a layer makes for other layers is sent to their places at once. A value that belongs to
 a layer, such as a weight, is moved if the layer changes places. Before an operation runs, its place
-gets all values that it lacks (carrier.py). Operations name values and no places, so where a layer
+gets all values that it lacks (carrier.py). Operations name values, not places, so where a layer
 runs cannot change what it computes.
 """
 

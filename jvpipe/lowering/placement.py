@@ -87,7 +87,7 @@ class Placement:
         return updating(self.graph, self.plan, self.optimizer)
 
     def updated_at(self, layer: int) -> int:
-        """Returns the place of a layer's update, or for NONE that of the global program.
+        """Returns the place of a layer's update or, for NONE, the place of the global program.
 
         The global program is the part of the optimizer that mixes layers, such as a gradient norm.
         """

@@ -208,7 +208,7 @@ def _with(
         added: the rows to add, by their positions.
         g: the number of the group.
         group: the rows of the group.
-        moved: the numbers of groups and rows of the rows that are moved away.
+        moved: the rows that are moved away, each as the number of its group and of the row in it.
     """
     for i, row in enumerate(group):
         yield from added.get((g, i, BEFORE), ())

@@ -9,7 +9,7 @@ Process 0 has place (device) 0 here, and process 1 has place 1:
 A copy between two processes is one row of the whole step, and each of the two processes runs its
 half of the copy. No deadlock is possible, because every process keeps the order of the whole step.
 Take the earliest row with a half that waits. The process with the other half has no earlier row to
-wait for, so it comes to that half, and the waiting ends.
+wait for, so it reaches that half, and the waiting ends.
 """
 
 from collections.abc import Iterable, Sequence

@@ -143,7 +143,7 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
     A set of crossings is an integer with one bit per crossing. A buffer that a row writes depends
     on all crossings of the buffers that the row reads: its set is the `or` of their sets.
     Whenever a row reads a buffer that is the witness of waiting crossings, a scan over all
-    crossings finds these. Crossings that are found wait no longer, so there are at most as many
+    crossings finds these. Crossings that are found no longer wait, so there are at most as many
     scans as crossings.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
@@ -202,8 +202,8 @@ def _following(
     """Groups crossings that can share a mark.
 
     The crossings of a group have the same source, the same target and the same deadline. Only
-    copies stand between them, so a mark after the last crossing comes hardly later than a mark
-    after the first.
+    copies stand between them, so a mark after the last crossing comes only slightly later than a
+    mark after the first.
     """
     # Two copies have the same number in `runs` exactly if only copies stand between them.
     are_runs = [KINDS[row.kind].link is not CopyLink.PEER for row in lowered.rows]

@@ -96,7 +96,7 @@ class ReplicaParts:
         return size // self.graph.examples * examples.size
 
     def is_shared(self, value: Value) -> bool:
-        """Tells whether a value is a leaf of the model state of which each replica makes a part.
+        """Tells whether a value is a leaf of the model state that replicas make in parts.
 
         Such parts have to be joined. Each replica makes any other leaf as a whole.
         """
@@ -141,7 +141,7 @@ class ReplicaParts:
         return self.whole(examples).size / self.graph.examples
 
     def source(self, value: Value, layer: int) -> int:
-        """Returns the layer that sends a layer an edge, or the sum so far of an edge's cotangents.
+        """Returns the layer that sends a given layer an edge, or its cotangents summed so far.
 
         Args:
             value: the edge, or its cotangent.

@@ -13,8 +13,8 @@ Tensor 7 goes from layer 3 to layer 4.
     F(layer 3) makes model state        F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE
                                                                            at the first, for both
 
-How values between stages are cut, sent and joined is the subject of exchange.py. A part is named by
-its examples and never by its replica. A value that depends on no example keeps its name, and every
+exchange.py describes how values between stages are cut, sent and joined. A part is named by its
+examples and never by its replica. A value that depends on no example keeps its name, and every
 replica makes the same value. Each replica adds up its own gradients over the micro-batches of an
 update. Then REDUCE adds up the replicas' sums, in ascending order of their slices. It runs at the
 replica that updates the layer and then sends the new parameters to the others. So the order of
@@ -116,7 +116,7 @@ class Slicing(Exchange):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts the bytes that adding up a layer's gradients takes beside one replica's gradients.
+        """Counts the bytes that adding up a layer's gradients takes, besides those of one replica.
 
         With two replicas it is twice the bytes of the layer's gradients: once for those of the
         other replica, and once for the sums. With more, the first REDUCE may need those of two
@@ -223,7 +223,7 @@ class Slicing(Exchange):
         """Yields the operation that joins the replicas' parts of the model state.
 
         The result is the state for the next micro-batch. All replicas that read the state get it,
-        and also those of this layer: if the loss depends on the state, their backward may read it.
+        and so do those of this layer: if the loss depends on the state, their backward may read it.
 
         Args:
             op: the forward of all replicas.

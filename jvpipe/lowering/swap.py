@@ -11,14 +11,15 @@ Rows run from left to right:
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3 ... F7 o7 f7 i1 B0 i2 B1 ...
 
-The values that a forward leaves to swap are a set. A device holds at most two sets at a time: one
-is in use, and one is on its way out or in. Two rules keep this bound. Before a forward that will
-leave a set, older sets are freed until at most one is on the device. A set is fetched at most one
-task before it is read, and only after all sets on their way out have been freed.
+The values that a forward leaves to swap are a set. If backwards are whole, a device holds at most
+two sets at a time: one is in use, and one is on its way out or in. Two rules keep this bound.
+Before a forward that will leave a set, older sets are freed until at most one is on the device. A
+set is fetched at most one task before it is read, and only after all sets on their way out have
+been freed.
 
-A micro-batch whose backward directly follows its forward is not swapped. Values that come back for
-a split backward stay on the device until its second half has run. Copies do not change values, so
-swapping affects only time and memory.
+A set that comes back for a split backward stays on the device until the second half has run. So a
+device may then hold more than two sets. A micro-batch whose backward directly follows its forward
+is not swapped. Copies do not change values, so swapping affects only time and memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,7 +77,7 @@ class _Swaps:
     """The swapped values of all stages, while the rows are written.
 
     Devices are numbered like their task lists. The forward that leaves a set (see the top of the
-    file) is its key. This is the way of a set, row by row:
+    file) is its key. A set goes this way, row by row:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -108,7 +109,8 @@ class _Swaps:
             # The fetch for the next task runs beside this task.
             yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
-            # The task will leave one more set, so at most one other set may be on the device.
+            # The task will leave one more set, so sets on their way out are freed until at most one
+            # other set is on the device.
             leaving = self._leaving[d]
             while leaving and len(leaving) + len(self._back[d]) > 1:
                 yield from self._free(d)
@@ -159,13 +161,13 @@ class _Swaps:
             yield self._row(Kind.OUT, forward, b, [b], [host])
 
     def _free(self, d: int) -> Iterator[Row]:
-        """Yields the rows that wait until the oldest leaving set of a device is on the host, and free it."""
+        """Yields the rows that wait for a device's oldest leaving set, and then free it."""
         forward = self._leaving[d].pop(0)
         for b, host in self._hosted[forward].items():
             yield self._row(Kind.FREE, forward, b, [b, host], [])
 
     def _fetch(self, forward: Task) -> Iterator[Row]:
-        """Yields the rows that begin to bring back a set, if it is on the host or on its way there."""
+        """Yields the rows that begin to fetch a set, if it is on the host or on its way there."""
         d = self._device[forward.stage]
         if forward not in self._hosted or forward in self._back[d]:
             return

@@ -4,8 +4,9 @@
     U(none)         the global program, at the place of the loss: a norm, a flag
     U(layer 0) ...  each layer's parameters and optimizer state, with the global program's results
 
-The optimizer is cut in programs/optimizer_pieces.py. The global program is the part that mixes layers. A
-piece reads and writes slots, such as "the gradient of parameter 3", which stand for values.
+The optimizer is cut in programs/optimizer_pieces.py. The global program is the part that mixes
+layers. A piece reads and writes slots, such as "the gradient of parameter 3", which stand for
+values.
 """
 
 import math

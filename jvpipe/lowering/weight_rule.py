@@ -1,7 +1,7 @@
 """The rule by which layers read weights and sum gradients: here that of a synchronous step.
 
-The expanding pass (expand.py) asks a rule and does not know which. The rule of a stream, a run
-without a flush between its steps, overrides every method (stream/weights.py).
+The expanding pass (expand.py) asks a rule without knowing which one it is. The rule of a stream (a
+run without a flush between its steps) overrides every method (stream/weights.py).
 """
 
 from collections.abc import Iterable, Iterator

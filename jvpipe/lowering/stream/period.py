@@ -47,7 +47,7 @@ class Unrolled:
         rows: the rows of all steps.
         buffers: the table of buffers.
         bounds: the rows at which steps begin, then the number of all rows. Step n has the rows from
-            `bounds[n]` up to, but without, `bounds[n + 1]`.
+            `bounds[n]` up to but not including `bounds[n + 1]`.
         spots: for each bound, the names that buffers have there.
         uses: for each step, the versions that its layers read or made.
         metrics: for each step, the buffers of its metrics.
@@ -95,8 +95,8 @@ class Unrolled:
     def _spot(self, b: int, n: int) -> Spot:
         """Names a buffer in step n, with the numbers of the step.
 
-        It is the buffer's name before the step. If there is none, it is the name after the step. If
-        there is none either, it is the name in the table.
+        It is the buffer's name before the step or, if it has none there, after the step. If it has
+        none there either, it is its name in the table.
         """
         before = self.spots[n].get(b)
         after = self.spots[n + 1].get(b)

@@ -254,7 +254,7 @@ class StreamWeights(Weights):
 class LayerUpdate:
     """The update of a layer after a micro-batch.
 
-    For each parameter p it takes the version `before[p]` and makes `version`. If it `remembers`
+    For each parameter p, it takes the version `before[p]` and makes `version`. If it `remembers`
     what it changed, it reads the weights from before and after the update, so it must not overwrite
     the old ones.
     """
@@ -274,7 +274,7 @@ class StreamUpdates:
         self.slots = slots
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields the sum of the weights of an update's losses, once all these weights exist.
+        """Yields the operation that sums an update's loss weights, once all of them exist.
 
         Args:
             layer: the layer whose forward has just run.
