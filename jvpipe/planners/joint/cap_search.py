@@ -69,7 +69,7 @@ class Solution:
         step_s: the seconds of a step with the best path.
         bound_s: no plan takes fewer seconds.
         table: the segments between the cuts that were searched.
-        cap_s: if a plan has a cut that is not in the table, a stage of it takes longer than this.
+        cap_s: if a plan has a cut that is not in the table, one of its stages takes longer.
     """
 
     paths: tuple[Path, ...]
@@ -179,8 +179,8 @@ def search(problem: Problem, table: Table) -> Solution:
     solution = _Boxes(problem, table).search()
     if table.proven:
         return solution
-    # Too little effort was spent on the fates of some cells to prove that their t is the least. So
-    # the bound of the step must be computed from proven lower bounds of t.
+    # The search for the fates of some cells was too short to prove that their t is the least. So
+    # the step is bounded again, by proven lower bounds of t.
     bound_s = max(solution.bound_s, Objective(problem, table.lower()).step_s)
     return replace(solution, bound_s=min(solution.step_s, bound_s))
 
