@@ -116,7 +116,8 @@ def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
     A rough plan keeps or recomputes all values of a stage. If the first plan recomputes, choosing
     fates for single values may save much time. So slower shapes are returned too. If it keeps
     everything, an exact plan can only have better cuts, which save little. So shapes that take more
-    than `SHAPE.worth_a_plan` times as long are left out. At most `SHAPE.planned` plans are returned.
+    than `SHAPE.worth_a_plan` times as long are left out. At most `SHAPE.planned` plans are
+    returned.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s

@@ -196,7 +196,7 @@ class _Search:
         replicas: int,
         left: int,
     ) -> np.ndarray:
-        """Returns a grid that tells which stages may follow the plans, and lead to a best plan.
+        """Returns a grid that tells which stages may follow the plans and lead to a new best plan.
 
         A row of the grid is where the stage begins, which is the j of the plan before it; a column
         is where the stage ends.

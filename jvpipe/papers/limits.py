@@ -43,8 +43,8 @@ def plan_or_raise(
     decision = attempt(replace(problem, memory_limit_bytes=None))
     assert decision is not None, "without a limit everything may be kept"
     below, enough = limit, evaluate_decision(problem, decision).limit_bytes
-    # A planner that counts more bytes than a plan needs may refuse its own plan under the limit that
-    # the plan needs. So the limit grows until the planner succeeds.
+    # A planner that counts more bytes than a plan needs may refuse its own plan under the limit
+    # that the plan needs. So the limit grows until the planner succeeds.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
         enough += max(1, enough // PAPER.growth_parts)
     decision = nearer

@@ -229,7 +229,7 @@ class ShapeEffort:
 
     Attributes:
         sizes: how many micro-batch sizes are searched thoroughly.
-        glances: how many sizes are glanced at to find them.
+        glances: how many sizes are glanced at, to find those to search.
         glance_cuts: how many cuts a glance uses.
         glance_units: into how many units a glance divides the devices.
         glance_stages: the most stages of a path in a glance.

@@ -49,7 +49,7 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """Returns the plan with simulated seconds; if micro-batches are many, some are simulated."""
+        """Returns the plan with simulated seconds; of many micro-batches, it simulates some."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
         # In the long run, micro-batches are equally far apart in time. The difference between two
