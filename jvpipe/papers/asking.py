@@ -34,7 +34,7 @@ def ask(
         places: the device of each stage; if the order of tasks is open, the device of each
             place. Unless given, 0, 1, 2 and so on. Not used for unlike devices: the problem
             has their numbers.
-        fixed: keep unlike devices in the order that they have.
+        fixed: whether unlike devices stay in the order that they have.
 
     Raises:
         Infeasible: the planner finds no plan that keeps the limit.
@@ -103,7 +103,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
         plans = rough_plans(shapes)
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # Several shapes may differ only in which devices a stage has: the first one is kept.
+            # Of shapes that differ only in which devices a stage has, the first is kept.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
@@ -113,10 +113,11 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
     """Returns the rough plans, given the best first, whose shapes are worth an exact plan.
 
-    A rough plan keeps or recomputes all values of a stage. If the first one recomputes,
-    much slower shapes are returned too, because the fates of single values may save much
-    time. Otherwise an exact plan can only have better cuts, which save little, so much
-    slower shapes are left out. At most `SHAPE.planned` plans are returned.
+    A rough plan keeps or recomputes all values of a stage. If the first plan recomputes, choosing
+    fates for single values may save much time. So slower shapes are returned too. If it keeps
+    everything, an exact plan can only have better cuts, which save little. So shapes that take more
+    than `SHAPE.worth_a_plan` times as long are left out. At most `SHAPE.planned` plans are
+    returned.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s

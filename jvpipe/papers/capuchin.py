@@ -24,7 +24,7 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 
     The seconds between a layer's forward and backward are counted as in the drawing above. For 1F1B
     they are exact in the steady state of a stage that never waits. For GPipe they are a rough
-    estimate: of each other micro-batch, only the forward or the backward runs in between.
+    estimate: only the forward or the backward of each other micro-batch runs in between.
 
     Args:
         stage: the stage of the change.

@@ -22,12 +22,12 @@ Legend, in the paper's symbols:
 The dynamic program keeps the plan behind each T_PL(j, m), and extends it by one more stage, which
 ends at a larger j (equation 5).
 
-    stage 0   F F F F . . B . B . B . B       time goes to the right, M = 4, and the pivot Q is 1:
-    stage 1   . F . F B F B F B . B . .       T_w is F_0 F_1, T_s is (M - 1) times F_1 B_1, and
-                                              T_e is B_1 B_0
+    stage 0   F F . B F B F B . B       time goes to the right, M = 4, and the pivot Q is 1:
+    stage 1   . F B F B F B F B .       T_w is F_0 F_1, T_s is (M - 1) times F_1 B_1, and
+                                        T_e is B_1 B_0
 
-The paper's T_e does not count B_Q for s = Q. Without B_Q, a step would lack its last
-backward if Q is the first stage. So B_Q counts here.
+The paper's T_e does not count B_Q for s = Q. Without it, a step would lack its last backward if Q
+is the first stage. So B_Q counts here.
 """
 
 from collections.abc import Sequence
@@ -100,8 +100,7 @@ def dapple(problem: Problem) -> Decision:
     end = len(kept.cuts) - 1
     ends = [end]
     for begin in reversed(begins):
-        # The stages are traced back: the last stage of a plan begins where the plan that it extends
-        # ends.
+        # Stages are traced back from the last: it begins where the plan that it extends ends.
         end = int(begin[end])
         ends.insert(0, end)
     return kept.decision([0, *ends])

@@ -105,8 +105,8 @@ class _Search:
     def _left_s(self) -> Float[np.ndarray, "n"]:
         """Returns for each cut a lower bound on all devices' seconds for the layers after it."""
         # If r devices share a layer, together they take r times the seconds of one share.
-        # The least product over all r bounds the layer's seconds from below, whichever r a
-        # plan has.
+        # The least of these products bounds the layer's seconds from below, for any r that is
+        # tried.
         multiples = range(self.unit, self.shapes.devices + 1, self.unit)
         works = []
         for r in (1, *multiples):
@@ -127,10 +127,10 @@ class _Search:
             for free in [free for free in self.known if sum(free) == left]:
                 for m in fed:
                     self._extend_by(free, m)
-        # T_PL counts the fewest micro-batches that can be in flight if a step has two or more.
-        # `judge` counts the real number, with which more layers may have to run again. So the L
-        # that `judge` finds is not less than T_PL. Plans are judged in order of rising T_PL, until
-        # T_PL reaches the best plan's L.
+        # T_PL assumes as few micro-batches in flight as a step of two or more can have. `judge`
+        # counts the real number, with which more layers may have to run again. So the L that
+        # `judge` finds is not less than T_PL. Plans are judged in order of rising T_PL, until T_PL
+        # reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
             of_j = enumerate(plans.latency_s.tolist())
@@ -196,7 +196,7 @@ class _Search:
         replicas: int,
         left: int,
     ) -> np.ndarray:
-        """Returns a grid that tells which stages may follow the plans, and lead to a best plan.
+        """Returns a grid that tells which stages may follow the plans and lead to a new best plan.
 
         A row of the grid is where the stage begins, which is the j of the plan before it; a column
         is where the stage ends.

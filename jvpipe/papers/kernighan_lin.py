@@ -63,7 +63,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         nearest = min(map(distance, middles))
         tolerance = max(nearest, PAPER.imbalance * mean_s)
         balanced = [b for b in middles if distance(b) <= tolerance]
-        # The fewest bytes win; if they are equal, the best balance.
+        # The bound that cuts the fewest bytes wins; of several, the one with the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], distance(b)))
         return bisect(lo, middle, left) + bisect(middle, hi, right)
 

@@ -157,8 +157,8 @@ class Knapsack:
             rest: the extra seconds of the other layers, by quanta along the last axis.
 
         Returns:
-            The extra seconds with the layer, by its item along the first axis and by quanta along
-            the last.
+            The extra seconds with the layer. The first axis is the layer's item, the last is
+            quanta.
         """
         of_layer = self.layers[layer]
         by_item = np.full((len(of_layer), *rest.shape), np.inf)

@@ -82,8 +82,8 @@ class FateChanges:
             taken.append((bytes_now, x.swapped, x.extra_s, x.working))
         *options, again = taken
         choices = list(range(len(options)))
-        # `RECOMPUTE` is left out if an option needs no more held, swapped or working bytes than it,
-        # and no more seconds.
+        # `RECOMPUTE` is left out if some option is no worse in held bytes, swapped bytes, working
+        # bytes and seconds.
         if not any(all(map(le, option, again)) for option in options):
             choices.append(RECOMPUTE)
         changes = []

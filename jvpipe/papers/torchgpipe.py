@@ -84,7 +84,7 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
             bounds[q] -= 1
         else:
             bounds[q + 1] += 1
-    # An empty block gets the outermost layer of its neighbor. The new block is no larger than the
+    # An empty block gets the nearest layer of its neighbor. The new block is no larger than the
     # largest one, because it has a single layer.
     places = np.arange(stages + 1)
     bounds = np.maximum.accumulate(bounds - places) + places

@@ -11,8 +11,8 @@ Two steps alternate until nothing improves:
     (b)  the slowest stage gives up a layer, and a lighter stage gains one; each stage between the
          two passes a layer on
 
-The slowest stage is the one with the most seconds. But while any stage is over its memory limit,
-the stage that is furthest over its limit counts as the slowest.
+The slowest stage is the one with the most seconds. But while any stage is over the limit of its
+device or its share of the host's, the stage that is furthest over counts as the slowest.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ def swap_recompute(stage: Selection) -> None:
     """Changes a stage's fates until the stage fits or no change is left (algorithm 2).
 
     First come swaps that are hidden: on the link to the host, their copies and the activation
-    traffic together take no longer than the stage computes. Then come recomputations. If the stage
-    is still over the limit, changes follow whose swaps may not be hidden.
+    traffic together take no longer than the stage computes. Then come recomputations. Last come
+    changes whose swaps may not be hidden. All of this ends once the stage fits.
     """
     stage.spend(
         stage.changes.swaps,

@@ -22,9 +22,9 @@ best path found.
 
 Why the search is exact: each form grows with t, and the t of a segment depends on no other segment.
 So each segment can take its best fates, whatever the other segments are. The shortest path of a box
-has the least sum of the box, so a better path must have a smaller maximum. So after a
-box was opened, only its parts with caps below the maxima of its shortest path are left. A test
-compares the best paths with the best ones of an enumeration.
+has the least sum of the box. A better path of the box must therefore have a smaller maximum, and
+once a box was opened, only its parts with caps below the maxima of its shortest path are left. A
+test compares the best paths with the best ones of an enumeration.
 
 Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
 when a shortest path goes through the segment. That happens for few segments. In the table,
@@ -62,14 +62,14 @@ class Solution:
     """The paths (cuts of plans) that a search found, and the table that it searched.
 
     If there were too many cuts, the table lacks some (`bounded` in `cut_windows.py`). `bound_s` and
-    `cap_s` do not hold for plans with these cuts.
+    `cap_s` do not hold for plans with the cuts that it lacks for this reason.
 
     Attributes:
         paths: the paths met, the best first; empty if nothing fits.
         step_s: the seconds of a step with the best path.
         bound_s: no plan takes fewer seconds.
         table: the segments between the cuts that were searched.
-        cap_s: if a plan has a cut that is not in the table, a stage of it takes longer than this.
+        cap_s: a plan with a cut that is not in the table has a stage that takes longer than this.
     """
 
     paths: tuple[Path, ...]
@@ -179,8 +179,8 @@ def search(problem: Problem, table: Table) -> Solution:
     solution = _Boxes(problem, table).search()
     if table.proven:
         return solution
-    # Too little effort was spent on the fates of some cells to prove that their t is the least. So
-    # the bound of the step must be computed from proven lower bounds of t.
+    # The search for the fates of some cells was too short to prove that their t is the least. So
+    # the step is bounded again, by proven lower bounds of t.
     bound_s = max(solution.bound_s, Objective(problem, table.lower()).step_s)
     return replace(solution, bound_s=min(solution.step_s, bound_s))
 

@@ -77,7 +77,7 @@ class Choices:
         allowed = np.zeros(shape, dtype=bool, order="F")
         kept, swapped, working, extra, handed = (np.zeros(shape, order="F") for _ in range(5))
         for row, layer in enumerate(layers):
-            # Whether a layer ends its run depends on the next layer's choice. The lesser need of the
+            # The next layer's choice decides whether a layer ends its run. The lesser need of the
             # two cases is a lower bound for both.
             inside = min(layer.options[0].kept_bytes, recompute_peak_bytes(layer))
             chain = LayerBytes(

@@ -18,9 +18,9 @@ of a lower rank (`Rank`), and there are finitely many plans. It ends earlier if 
 many tasks as it may.
 
 If links keep devices waiting, the seconds of neighbors differ a lot, and a climb soon ends at a
-local optimum. So the neighbors of the best plan are climbed from too, even if they are slower
-(`around`). If tasks are left, the starting plans that are far slower than the fastest are climbed
-from, too.
+local optimum. So the search also climbs from neighbors of the best plan, even from slower ones
+(`around`). If tasks are left, it also climbs from the starting plans that are far slower than the
+fastest.
 
 Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be changed: a climb never
 ends at a worse plan than it began with.
@@ -145,8 +145,8 @@ class Climb:
         while before is not best and self.tasks > 0:
             before = best
             for neighbors in neighborhoods:
-                # Wider neighborhoods are tried only if narrower ones have no better plan.
-                # Before the last round, they usually have one.
+                # Wider neighborhoods are tried only if narrower ones have no better plan. In all
+                # rounds but the last, narrower ones usually have one.
                 if best is before:
                     best = self._best_of(best, neighbors(best))
         return best
@@ -204,7 +204,7 @@ class Climb:
         return stages
 
     def _best_of(self, best: Decision, neighbors: Iterable[Decision]) -> Decision:
-        """Returns the best of a plan and its neighbors, as far as tasks are left to simulate."""
+        """Returns the best of a plan and those of its new neighbors that tasks are left for."""
         some = [one for one in self._some(neighbors) if one not in self.ranks]
         if not some or self.tasks <= 0:
             return best

@@ -256,11 +256,11 @@ def bounded(
     cells: int = CUTS.spread_cells,
     narrow: Callable[[Cuts, int], Cuts] = _evenly,
 ) -> list[Cuts]:
-    """Removes cuts from windows until they have few enough cells (see `area`) between them.
+    """Removes cuts from windows until few enough cells (see `area`) are left between them.
 
     Args:
         windows: the cuts of each bound.
-        cells: the most cells that may be left; more are left if two cuts per window are too many.
+        cells: the most cells that may be left; two cuts per window stay even if that is more.
         narrow: called with a window and a number; picks at most so many of the window's cuts.
     """
     thinned = list(windows)

@@ -141,7 +141,7 @@ def least_of(
     """Asks several problems, and returns the answer with the fastest step.
 
     Args:
-        problems: at least one; they differ in their devices or in the order of these.
+        problems: at least one; they differ in their devices, or in the order of their devices.
         ask: answers a problem, or raises `Infeasible`.
         step_s: returns the seconds of an answer's step.
 

@@ -39,7 +39,7 @@ from jvpipe.planners.model.segments import CutBlock, Segments
 from jvpipe.planners.model.spans import Grid
 
 Prices = tuple[float, float]
-"""The prices (alpha, mu) of the module: the weight of compute, and the seconds that a byte costs."""
+"""The module's (alpha, mu): the weight of compute, and the seconds that a byte costs."""
 
 
 class Offers(NamedTuple):

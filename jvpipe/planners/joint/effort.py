@@ -83,8 +83,8 @@ class LimitEffort:
             emptiest plan of every choice of cuts.
         plans: how many plans are lowered to see what they hold.
         plans_of_few: the same for models of at most `every_cut_layers` layers.
-        held_times: another plan is lowered if it has at most this many times the bytes of the
-            emptiest plan, as planners count them. Once lowered, it may hold less.
+        held_times: another plan is lowered if planners count at most this many times the bytes of
+            the emptiest plan. Once lowered, it may hold less.
         exact_layers: models of more layers get a limit that suffices, near the smallest one.
         rounds_with_plan: for models of more than `exact_layers` layers, a search for the smallest
             limit ends after this many rounds if it has found a plan.
@@ -229,7 +229,7 @@ class ShapeEffort:
 
     Attributes:
         sizes: how many micro-batch sizes are searched thoroughly.
-        glances: how many sizes are glanced at to find them.
+        glances: how many sizes are glanced at, to find those to search.
         glance_cuts: how many cuts a glance uses.
         glance_units: into how many units a glance divides the devices.
         glance_stages: the most stages of a path in a glance.

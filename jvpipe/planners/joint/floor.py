@@ -82,9 +82,9 @@ def floor(
     if few and not keeps:
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
     before = None
-    # This ends, because each round but the last finds an emptier plan, and plans are finitely many.
-    # With many layers, plans take long to count, and the first emptier neighbor is taken. With few
-    # layers, all neighbors are compared.
+    # This ends, because each round but the last finds an emptier plan, and the number of plans is
+    # finite. With many layers, counting a plan takes long, so the first emptier neighbor is taken.
+    # With few layers, all neighbors are compared.
     while search.lowest is not before:
         before = search.lowest
         search.look(_neighbors(problem, before, keeps=keeps), until_better=not few)
@@ -203,9 +203,9 @@ def _of_every_cut(
 ) -> Iterator[Decision]:
     """Yields the emptiest plan for each choice of cuts, as long as it may be the emptiest of all.
 
-    Plans come in the order of the planners' count. The generator ends at a plan that
-    this count puts far above both the first plan and the emptiest plan counted exactly. If
-    the count is wrong by the same bytes for all plans, the order is still right.
+    Plans come in the order of the planners' count, which is right even if the count is wrong by
+    the same bytes for all plans. The generator ends at a plan whose count is well above that of the
+    first plan and above the emptiest plan's exact bytes (`LIMIT.held_times`).
 
     Args:
         problem: without seconds and limit.
@@ -277,8 +277,8 @@ def _valid(
     """Mends the runs of proposed bounds and choices, and yields the decisions that are then valid.
 
     A run is layers whose forwards run again together. A `RECOMPUTE_CHAIN` continues the run of the
-    layer before. If that layer is in another stage or does not run again, `RECOMPUTE`,
-    which begins a run, replaces `RECOMPUTE_CHAIN`.
+    layer before. If that layer is in another stage or does not run again, the choice becomes
+    `RECOMPUTE`, which begins a run.
     """
     for bounds, choices in proposals:
         mended = list(choices)

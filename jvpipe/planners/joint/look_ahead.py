@@ -11,9 +11,8 @@ stages, whose ends are drawn as bars:
     its sum to come  15 10  9    7  4    0      the last entry is for no layers at all
 
 While a layer runs, the later layers of its own stage hold nothing of the micro-batch at work, but
-the layers of later stages hold all of theirs. So some sums count one number for each layer up to
-the end of the stage in which the sum begins, and another number for each layer after it
-(`until_end`).
+the layers of later stages hold all of theirs. So some sums count one number for each layer of the
+stage in which the sum begins, and another number for each layer of later stages (`until_end`).
 """
 
 from dataclasses import dataclass
@@ -64,8 +63,8 @@ def look_ahead(
         table: the choices of all layers of the model.
         at: for each layer of the device, its number in the model.
         held_bytes: the bytes that each choice holds, by moment, layer and choice.
-        shared_bytes: for each layer, bytes that are held from that layer on for values that several layers
-            read.
+        shared_bytes: for each layer, bytes that are held from that layer on for values that several
+            layers read.
         ends: for each layer, the number of layers up to the end of its stage.
         halves: whether backwards run in two halves.
     """

@@ -27,11 +27,11 @@ def lower_bound(problem: Problem) -> float:
 
     A stage is busy for M micro-batches of t seconds each, on its device or on its link to the host.
     A synchronous step also takes the forwards, backwards and transfers of all earlier layers: the
-    first micro-batch passes them before the stage begins, the last returns through them at the end.
-    Recomputation in earlier layers is not added, because it may run while devices wait.
-    GPipe runs all forwards first, so each phase is bounded alone. An asynchronous stream
-    also makes round trips (`trips.py`). Schedules with several stages per device, or with
-    halves of backwards, are bounded by `_of_any_order`.
+    first micro-batch passes them before the stage begins, and the last one returns through them at
+    the end. Recomputation in earlier layers is not added, because it may run while devices wait.
+    GPipe runs all forwards first, so each phase is bounded alone. An asynchronous stream also makes
+    round trips (`trips.py`). Schedules with several stages per device, or with halves of backwards,
+    are bounded by `_of_any_order`.
 
     Args:
         problem: what is asked.

@@ -27,8 +27,8 @@ def fewest_bytes(
     """Finds the choices that take the fewest bytes; bytes that all choices share do not count.
 
     A first search keeps few states (`FATE.few_states`). If it may have missed the best, and `exact`
-    is set, a second search keeps many (`FATE.many_states`). It looks only for what is better than
-    the first search's answer.
+    is set, a second search keeps many (`FATE.many_states`). The second search looks only for better
+    choices than those of the first.
 
     Args:
         pricing: the choices of all layers.

@@ -160,8 +160,8 @@ def _put(
 def _neighbors(course: Course, draw: Random) -> Iterator[Move]:
     """Yields the moves that fit and that lead to the order's neighbors.
 
-    One of the longest paths is drawn. Moves come block by block,
-    in a random order of the path's blocks.
+    One of the longest paths is drawn. Its blocks are taken in random order, and each yields its
+    moves.
     """
     blocks = course.path(draw)
     draw.shuffle(blocks)

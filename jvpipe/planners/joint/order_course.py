@@ -74,7 +74,7 @@ class Course:
         device: for each step, the device that it runs on.
         place: for each step, its index in the list of its device.
         held: for each device, the bytes that it holds after each of its steps.
-        there: for each step, the time from which its input lets it start (from `run`).
+        there: for each step, the earliest start that its input allows (from `run`).
         starts: for each step, when it starts (from `run`).
         ends: for each step, when it ends (from `run`).
         ran: all steps in the order in which they were looked at (from `run`).
@@ -143,7 +143,7 @@ class Course:
         return Task(s, kinds[kind], m)
 
     def flip(self, cell: int) -> None:
-        """Splits a cell's backward if it is whole, or else joins its halves; lists and times stay."""
+        """Splits a cell's backward, or joins its halves if it is split; lists and times stay."""
         s = cell // self.M
         step = self.cells + cell
         half = self.half[cell] = not self.half[cell]
@@ -189,7 +189,7 @@ class Course:
                 step = steps[at]
                 begin = there[step]
                 if begin < 0.0:
-                    # The step that sends this input wakes the device, unless steps wait in a circle.
+                    # The step that sends this input wakes the device; in a circle, none does.
                     waits[step], done[d] = d, at
                     break
                 if begin > now:

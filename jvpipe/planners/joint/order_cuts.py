@@ -5,8 +5,8 @@ and layers 2 to 4. A neighbor of some bounds has a few of them moved, or one of 
 another cut inserted.
 
 Long lists begin with the bounds whose busiest device works least. A search that ends early
-has then seen the most promising bounds. Devices count and not stages, because a device may
-have several stages.
+has then seen the most promising bounds. Devices are compared rather than stages, because a device
+may have several stages.
 """
 
 from collections.abc import Sequence

@@ -9,9 +9,8 @@ find the emptiest plan in this order: the plan whose fullest device holds the le
     several, many cuts       one bound moves at a time, as long as the fullest devices get emptier
 
 Several stages of a device work one at a time, and share the bytes that a stage needs only while it
-works. So what a stage costs depends on the other stages of its device, and `min_bytes_plan`,
-which counts each stage alone, is not enough. How many cuts are tried is set by `LIMIT` in
-`effort.py`.
+works. So what a stage adds depends on the other stages of its device. `min_bytes_plan` counts each
+stage alone, and is not enough. How many cuts are tried is set by `LIMIT` in `effort.py`.
 """
 
 import sys

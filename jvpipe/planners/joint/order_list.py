@@ -11,7 +11,8 @@ ready once its input has arrived. A free device takes the first of these that it
    does not know yet when another task will be ready.
 
 A backward of the first stage runs whole, and so does a backward that cannot be split. Any other
-runs whole only if what its I hands to its W would not fit, and no earlier W is left to make room.
+backward runs whole only if what its I hands to its W would not fit, and no earlier W is left that
+could make room.
 
 Tasks are listed as they run, so devices that follow the lists never wait for each other in a
 circle. The caller may vary the rules: `eager` puts forwards first, and with `patience` a W may
@@ -103,8 +104,8 @@ class Listing:
         self.queue = [(0.0, d) for d in range(len(self.devices))]
         # An entry of the queue is a time at which a device may find something to do. An entry whose
         # device still works at that time is skipped, because the end of that work is an entry too.
-        # The loop ends, because tasks are finitely many: a task adds at most two
-        # entries, and any other entry is for a time at which a task can run.
+        # The loop ends, because the number of tasks is finite: a task adds at most two entries,
+        # and any other entry is for a time at which a task can run.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
@@ -141,9 +142,8 @@ class Listing:
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
         """Picks the task that runs if a backward is ready: its I, if what I hands to W fits.
 
-        If that does not fit, the W of an earlier backward runs, which makes room, or B if
-        no W is left for later. B always runs if the stage is the first, or if its backwards
-        cannot be split.
+        If that does not fit, the W of an earlier backward runs, which makes room. If no W is left,
+        B runs. B always runs on the first stage, and on stages whose backwards cannot be split.
         """
         if s == 0 or not self.loads.splits[s]:
             return Kind.B
@@ -165,7 +165,7 @@ class Listing:
         """
         backward = forward = None
         following = NEVER
-        for s in reversed(device.stages):  # so that of equal micro-batches the last stage is picked
+        for s in reversed(device.stages):  # if micro-batches are equal, the last stage is picked
             m = self.backward.next[s]
             arrives = self.backward.there.get((s, m), NEVER)
             following = min(following, arrives)

@@ -38,8 +38,8 @@ class Loads:
         kept_bytes: what a micro-batch in flight holds.
         handed_bytes: what a micro-batch holds between the halves I and W of its backward.
         room_bytes: per device, what micro-batches in flight may hold; infinite without a limit.
-            This room is right for orders with `in_flight` micro-batches on each stage;
-            `rooms_bytes` corrects it for any other order.
+            It is exact for orders with `in_flight` micro-batches on each stage; for any other
+            order, `rooms_bytes` corrects it.
         splits: whether backwards may run in two halves.
         in_flight: the most micro-batches in flight under the problem's schedule.
         early: values that arrive before the reading stage's forward, as (stage that reads, stage

@@ -10,9 +10,9 @@ arrive. Then it runs rounds of a forward and a backward. It also runs a W whenev
 otherwise wait for at least as long as W takes.
 
 A gap may also be shorter than W. Then either W delays the next task, or the device is idle. The
-heuristic takes the device that has been idle the longest as the one that decides how long the step
-takes. The slack of another device is how many fewer seconds it has been idle. A wait within the
-slack is free, and W is kept for a later gap. A longer gap is filled.
+heuristic assumes that the device that has been idle the longest decides how long the step takes.
+The slack of another device is how many fewer seconds it has been idle. A wait within the slack is
+free, and W is kept for a later gap. A longer gap is filled.
 
 This is the heuristic of Zero Bubble Pipeline Parallelism (Qi et al. 2024, section 3.1), for one
 stage per device. Three of its decisions may go either way (`TieBreak`), which makes eight forms;

@@ -174,7 +174,7 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[RuledPlan]:
     """Makes plans with orders, for all placements, cuts, rules and ways to make room.
 
-    If a placement has few choices of cuts, all are tried except choices whose lower bound is not
+    If a placement has few choices of cuts, all are tried, except those whose lower bound is not
     below the seconds of the best plan so far.
     """
     cuts = Segments(problem).cuts
@@ -205,7 +205,8 @@ def _of_cuts(
         placed: the problem under each rule of a placement.
         bounds: of the stages.
         fates: chooses fates for the placement.
-        below_s: only plans whose lower bound is below these seconds are yielded.
+        below_s: nothing is yielded unless keeping everything may take less than these seconds.
+            Searched orders are yielded only for fates that may take less.
         few: whether there are so few cuts that more ways to make room can be tried.
     """
     first = placed[0]
@@ -322,9 +323,10 @@ def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[Ruled
 
 
 def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
-    """Lists rooms for `ORDER.caps` times D micro-batches, if all devices have more room than that.
+    """Lists, for each of `ORDER.caps`, the room for that many micro-batches times D, the devices.
 
-    A room is what micro-batches in flight may hold on each device. D is the number of devices.
+    A room is what micro-batches in flight may hold on each device. A room is left out unless all
+    devices really have more.
     """
     D = loads.devices
     units = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
@@ -398,8 +400,8 @@ def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
 def _floors(problem: Problem) -> Iterator[OrderFloor]:
     """Yields the plans that hold the least, which decide whether any plan fits.
 
-    With many layers, one stage per device holds nearly as little as several stages, so that only
-    the first placement is tried.
+    With many layers, one stage per device holds nearly as little as several stages. So only the
+    first placement is tried then.
     """
     few = len(problem.costs.layers) <= RULE.few_layers
     rules = [rules[0] for rules in _placements(problem)]

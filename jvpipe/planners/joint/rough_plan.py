@@ -7,7 +7,8 @@ in two steps:
     estimate   seconds to fill and drain the pipeline, plus a period per further micro-batch. The
                period is the time between two micro-batches in the long run: the longest that any
                stage, round trip or network needs
-    simulate   the shapes with the best estimates; of many micro-batches, only some are simulated
+    simulate   the shapes with the best estimates; if a step has many micro-batches, only some of
+               them are simulated
 
 `shape_search.py` ranks shapes by these numbers. They only decide which shapes are planned exactly,
 so the estimate may be changed.
@@ -48,11 +49,11 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """Returns the plan with simulated seconds; of many micro-batches, some are simulated."""
+        """Returns the plan with simulated seconds; of many micro-batches, it simulates some."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
         # In the long run, micro-batches are equally far apart in time. The difference between two
-        # short runs tells how far, and so how long the other micro-batches take.
+        # short runs tells how far, and from this follow the seconds of the other micro-batches.
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
         half = count // 2

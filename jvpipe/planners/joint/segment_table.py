@@ -5,7 +5,7 @@ and most stages never matter. So each stage first has a lower bound of its secon
 counted quickly, and the search refines only the stages of the plans that look best so far:
 
     open       the seconds are a lower bound: at first the seconds without recomputation and swaps,
-               later also a bound that follows from prices of bytes and seconds (`dual_bounds.py`)
+               later the bound that prices of bytes and seconds prove, if higher (`dual_bounds.py`)
     settled    the seconds are those of fates that were found (`stage_fates.py`), or of keeping
                everything; infinite if no fates fit
 
@@ -338,7 +338,7 @@ class Table:
         )
 
     def seconds(self, cell: Cell) -> float:
-        """Returns the seconds of a settled cell, infinite if nothing fits, or an open one's bound."""
+        """Returns a settled cell's seconds (infinite if nothing fits), or an open cell's bound."""
         stage, at = self.found(cell)
         return float(stage.seconds[at])
 
