@@ -147,7 +147,7 @@ class Shapes:
 
         "Append first" lists the devices machine by machine. "Scatter first" lists one device of
         each machine in turn. It treats all machines as one block, or lists one block of machines
-        after another. Here two machines (|) have two devices each:
+        after another. Here two machines, with a | between them, have two devices each:
 
             0 1 | 2 3       append first   0 1 2 3
                             scatter first  0 2 1 3

@@ -130,7 +130,7 @@ def _infeasible(
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
-    """Makes the error that no budget suffices, with a decision and a limit that it fits."""
+    """Makes the error that no budget suffices, with a larger limit and a decision that keeps it."""
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
