@@ -131,7 +131,7 @@ class LocalSegments:
         replicas: int,
         behind: int,
     ) -> Grid:
-        """Counts each segment's seconds if all is kept, or recomputed if only that fits.
+        """Counts each segment's seconds if all is kept or, where that does not fit, recomputed.
 
         The seconds are infinite if nothing fits. The arguments are those of `peak_bytes`.
         """

@@ -199,7 +199,7 @@ class Shapes:
         )
 
     def _joined(self, devices: tuple[int, ...]) -> Group:
-        """Joins devices to a group with their greatest slowness and their least memory."""
+        """Joins devices into a group with their greatest slowness and their least memory."""
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]

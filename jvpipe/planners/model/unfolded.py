@@ -4,7 +4,7 @@ The problem is unfolded: each stage gets a device of its own, and has as many mi
 flight as before. Each of these devices may hold only a budget: a fraction of its limit, the same
 for all devices. A search by halving finds the largest budget whose plan fits the true devices.
 Every plan that the search accepts was counted on the true devices, so it keeps their limits. A
-better plan may exist, because stages of one device may in fact hold unequal parts of its limit.
+better plan may exist, because the stages of a device need not hold equal parts of its limit.
 """
 
 from collections.abc import Callable
