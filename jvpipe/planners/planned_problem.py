@@ -70,7 +70,7 @@ class Planned:
 
     @property
     def recompute_s(self) -> float:
-        """The seconds per step, summed over devices, for recomputing or swapping values."""
+        """The seconds per step that layers' options add to backwards, summed over stages."""
         chosen = zip(self.placed, self.decision.choices, strict=True)
         extra_s = sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
         return self.problem.microbatches * extra_s

@@ -116,7 +116,7 @@ def _sums(parts: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """The cuts of a better plan, and the seconds per step that they save by the measurements.
+    """The cuts of a better plan, and the seconds per step that they save, as measured.
 
     `slowness` has, for each stage, how many times longer than planned its device takes for
     each layer of the model.

@@ -72,8 +72,10 @@ class SplitEffort:
 SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
-"""Tells whether two halves give results bitwise identical to those of their layer; is called with
-the whole model, the layer, and the model with the layer cut in two."""
+"""Tells whether two halves give results bitwise identical to those of their layer.
+
+It is called with the whole model, the layer, and the model with the layer cut in two.
+"""
 
 
 @dataclass(frozen=True)

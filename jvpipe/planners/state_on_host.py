@@ -1,4 +1,4 @@
-"""The optimizer's state on the host: its bytes, the seconds of its copies, and what can return."""
+"""Optimizer state on the host: its bytes, the seconds of its copies, and what can come back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -130,7 +130,7 @@ def _last(
 
 
 def _first(usual: Sequence[int]) -> tuple[int, ...]:
-    """Returns the axes of an array with features last as JAX orders them: batch, features, space."""
+    """Returns the axes of an array with features last in JAX's order: batch, features, space."""
     return (usual[0], usual[-1], *usual[1:-1])
 
 

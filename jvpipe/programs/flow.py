@@ -1,8 +1,8 @@
 """The flow of an optimizer's values: turns placed equations into pieces, one per home and phase.
 
 A home is a layer or the global program, and a piece is the part of the optimizer that a home runs
-in one phase (see `jvpipe.programs.optimizer_pieces`). Layers send vectors (PARTIAL) to the global program,
-which sends vectors (GLOBAL) back. Time runs to the right:
+in one phase (see `jvpipe.programs.optimizer_pieces`). Layers send vectors (PARTIAL) to the global
+program, which sends vectors (GLOBAL) back. Time runs to the right:
 
     layer 0    piece 0   PARTIAL >            > GLOBAL   piece 1
     layer 1    piece 0   PARTIAL >  global 0  > GLOBAL   piece 1

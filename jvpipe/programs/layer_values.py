@@ -3,7 +3,7 @@
 A candidate may be kept by the forward or recomputed by the backward, and both programs have to give
 the same value. So its value comes from a call that is compiled alike in all programs (see
 `jvpipe.programs.outlining`), and only its derivative comes from the layer's own equations. A
-candidate also passes an optimization barrier, so the compiler never fuses it with its readers.
+candidate also goes through an optimization barrier, so the compiler never fuses it with readers.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 `optimizer.update` and `optimizer.init` are traced over the whole tree of parameters. Every
 parameter has an owner, which is a layer; the layer also owns the optimizer's state that belongs to
 the parameter. Each traced equation runs with the layer that owns its operands. An equation that
-mixes layers, such as the one of a global norm, runs in a global program. The home of a value or an
+mixes layers, such as that of a global norm, runs in a global program. The home of a value or an
 equation is a layer, the global program, or everywhere; a value that is everywhere has a copy in
 each layer. The pieces of layers and the global program take turns, in phases. With clipping by the
 global norm:

@@ -4,7 +4,7 @@ The update begins with the sums of the gradients and ends with the new parameter
 
     accumulators -> sum, divided by a number -> optimizer.update -> optax.apply_updates
 
-Parameters that are frozen pass by the optimizer, which sees optax's `MaskedNode` in their place.
+Frozen parameters bypass the optimizer, which sees optax's `MaskedNode` in their place.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Outlines a layer: its candidates and results become calls that are compiled each by itself.
+"""Outlines a layer: its candidates and results become calls, each compiled on its own.
 
 A candidate is a value whose fate can be chosen, so several programs may compute it. What XLA fuses,
 and how it simplifies, depends on everything that a program computes: a row divided by its norm may

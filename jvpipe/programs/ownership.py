@@ -101,7 +101,7 @@ def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Va
 
 
 class _Placing:
-    """The places of the equations so far, while one after another is placed.
+    """The places of the equations placed so far; equations are placed one after another.
 
     Args:
         eqns: all equations.

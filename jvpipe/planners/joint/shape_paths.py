@@ -14,8 +14,8 @@ are seconds:
 
     M          the number of micro-batches
     t, c       of the first stage, and of the link after it in both directions, per micro-batch
-    A          of the first stage's all-reduce, as far as the shortest possible backwards of the
-               layers before cut i do not hide it
+    A          of the first stage's all-reduce, beyond the shortest possible backwards of the
+               layers before cut i, which hide the rest
     floor      the expected seconds of the stages before cut i: later stages need not be faster
 
     sum of H_e(i, m)     = t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
@@ -130,8 +130,8 @@ class Ground:
 class _Ways(NamedTuple):
     """The ways of e stages: rows are i, columns are m; `key_s` is infinite if there is no way.
 
-    `key_s` is the number by which the module's ways are compared. The first stage of a way ends at
-    the cut with index `cut`, and has the number of replicas with index `kth`.
+    Ways are compared by their `key_s`. The first stage of a way ends at the cut with index `cut`,
+    and has the number of replicas with index `kth`.
     """
 
     key_s: OverM
@@ -161,7 +161,7 @@ def paths(
     """Yields the best way found for each number of stages.
 
     Args:
-        ground: that is searched.
+        ground: what paths are searched on.
         stages: the most stages of a path.
         floor_s: the floor of the module.
     """

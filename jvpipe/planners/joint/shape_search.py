@@ -1,7 +1,7 @@
 """Searches shapes that are worth an exact plan: devices per place, and examples per micro-batch.
 
 A place is a position along the pipeline; its devices are replicas, which share each micro-batch. A
-shape with the bounds of its stages is called a path. To plan every shape exactly would take too
+shape with the bounds of its stages is called a path. Planning every shape exactly would take too
 long, so paths are judged by rough plans, in which each stage keeps everything or recomputes
 everything (`rough_plan.py`). The search has four steps:
 
@@ -114,8 +114,8 @@ class _ShapeSearch:
     """A search in progress.
 
     Attributes:
-        seen: the rough plan of each path seen so far; None if a limit forbids it, or a pin, which
-            is a part of the shape that the user has fixed.
+        seen: the rough plan of each path seen so far; None if the path breaks a limit or a pin (a
+            part of the shape that the user has fixed).
         simulated: the plans that were simulated.
         climbed: the paths that were climbed from.
     """
@@ -254,7 +254,7 @@ class _ShapeSearch:
         if path in self.seen:
             return self.seen[path]
         shape, bounds = path
-        # None is recorded first, so that a path that is forbidden is looked at only once.
+        # None stays recorded for a forbidden path, so each path is looked at only once.
         self.seen[path] = None
         if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
             problem = self.problem(shape)

@@ -98,7 +98,7 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     cuts = pricing.segments.windows
     inner_bounds = len(cuts) - 2
     places = range(1, len(pricing.segments.cuts) - 1)
-    # The caller (`floor.py`) can do without these plans, and goes from one plan to its neighbors.
+    # The caller (`floor.py`) can do without these plans: it also tries the neighbors of plans.
     if comb(len(places), inner_bounds) > LIMIT.cuts:
         return
     peaks = Peaks(pricing, cuts)
@@ -165,8 +165,8 @@ class Peaks:
             below=below - fixed,
         )
         self.choices[s, a, b] = choices
-        # A longer segment that contains this one needs at least nearly as many bytes. The bounds of
-        # longer segments are raised now, so that many of them never have to be settled.
+        # A longer segment that contains this one needs nearly as many bytes, or more. So the bounds
+        # of longer segments are raised now, and many of them never have to be settled.
         longer = peaks[: a + 1, b:]
         least_bytes = longer_bytes(
             self.pricing,
@@ -256,7 +256,7 @@ def longer_bytes(
     - Shared values that only later layers read are freed before the known segment works.
 
     Args:
-        pricing: of the model.
+        pricing: the choices of all layers.
         block: the segments of a stage.
         a: the index of the known segment's start.
         b: the index of its end.

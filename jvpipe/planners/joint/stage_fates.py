@@ -86,7 +86,7 @@ class FateSearch:
 
     If no `prices` are given, the prices that prove the highest bound are used. Choices must
     fit at every moment of the lot. Prices apply only to the bytes of one moment: the one at
-    which the device would hold the most if everything was kept.
+    which the device would hold the most if everything were kept.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class FateSearch:
         return StageChoices(choices, max(compute_s, link_s), 0.0)
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds from below the seconds that states lead to; infinite if they cannot fit."""
+        """Returns lower bounds of the seconds that states lead to; infinite if they cannot fit."""
         query = self.query
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
@@ -274,7 +274,7 @@ class FateSearch:
         _alive: np.ndarray,
         done: int,
     ) -> np.ndarray:
-        """Picks the states that stay: `width` with the least bounds, and `width` expected to be fast.
+        """Picks the states that stay: `width` with the least bounds, and `width` likely to be fast.
 
         The expected seconds are those of a state, plus the estimates of `_expected` for the
         layers to come, plus a price for each byte that would then be over the limit.

@@ -67,7 +67,7 @@ def solve(
 
     Args:
         problem: what is asked.
-        pricing: of the problem's choices.
+        pricing: the pricing of the problem's choices.
         most_swapped_bytes: what each stage may swap per micro-batch; empty: any amount.
     """
     everything = pricing.segments.windows
@@ -110,7 +110,7 @@ def trips(
 
     Args:
         problem: what is asked.
-        pricing: of the problem's choices.
+        pricing: the pricing of the problem's choices.
         paths: the most plans that are returned.
     """
     segments = pricing.segments
@@ -149,7 +149,7 @@ def _beyond_s(
     pricing: Pricing,
     cap_s: float,
 ) -> float:
-    """Bounds from below the seconds of a plan whose slowest stage takes longer than a cap."""
+    """Returns a lower bound of the seconds of a plan with a stage that takes longer than a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s
     work_s = float(pricing.segments.least_compute_s[-1])

@@ -70,7 +70,7 @@ def least_sum(matrices: Iterable[Matrix]) -> tuple[float, Places | None]:
 
 
 def least_max(matrices: Iterable[Matrix]) -> float:
-    """Returns the largest entry of the path whose largest entry is smallest.
+    """Returns the least value that the largest entry of a path can have.
 
     >>> least_max([np.array([[1.0, 4.0]]), np.array([[9.0], [2.0]])])
     4.0

@@ -1,7 +1,7 @@
 """Counts the bytes of values and cotangents that cross the bounds of segments, for many at once.
 
 A value goes forward from its producer to its readers, and its cotangent goes back the same way. For
-a segment [i, j) of layers, where an arrow crosses one of its bounds:
+a segment [i, j) of layers, arrows show what crosses its bounds:
 
     layers        ... i-1 |  i  ...  j-1 |  j ...
     received           ---|-->           |            values that the segment reads

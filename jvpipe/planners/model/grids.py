@@ -1,4 +1,4 @@
-"""Counts numbers of many segments at once, from a number for each layer.
+"""Finds sums and maxima over many segments at once, from a number for each layer.
 
 A segment [i, j) is the layers i to j - 1. A `Grid` has a row for each start i and a column for each
 end j. For three layers with the numbers 1, 2 and 4, with starts 0, 1 and 2 and ends 1, 2 and 3:

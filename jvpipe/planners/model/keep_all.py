@@ -135,7 +135,7 @@ class KeepAll:
 
 
 def least_kept_bytes(problem: Problem) -> float:
-    """Counts the fullest device's bytes if all is kept, under the cuts that make them fewest.
+    """Counts the bytes of the fullest device if all is kept, with the cuts that make it least full.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

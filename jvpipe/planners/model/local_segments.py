@@ -131,7 +131,7 @@ class LocalSegments:
         replicas: int,
         behind: int,
     ) -> Grid:
-        """Counts each segment's seconds if all is kept, or recomputed if only that fits.
+        """Counts each segment's seconds if all is kept or, where that does not fit, recomputed.
 
         The seconds are infinite if nothing fits. The arguments are those of `peak_bytes`.
         """
@@ -178,8 +178,8 @@ class LocalSegments:
         # with number `near`, counted from the end. Values arrive early at a stage if the stage
         # before it has more micro-batches in flight. If they arrive early at this stage, its
         # stand-in is number 1 or 2, where they arrive early, too. If not, it is number 3, the first
-        # stage, or this stage's own number if that is smaller. This stage has `more` micro-batches
-        # in flight than its stand-in.
+        # stage, or this stage's own number if that is smaller. `more` is how many more
+        # micro-batches this stage has in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes

@@ -30,7 +30,7 @@ class Planner:
     Attributes:
         name: the name that users give.
         decide: answers a problem; raises `Infeasible` if it finds nothing that fits.
-        why: one sentence for users that says why its cuts are where they are.
+        why: one sentence that tells users why its cuts are where they are.
         fate_rule: how the planner treats the residuals that layers leave for their backwards.
         asks_seconds: whether the planner reads layers' seconds, which then have to be measured.
         as_paper: whether the planner does what its paper says and nothing more: it cuts between

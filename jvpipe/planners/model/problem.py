@@ -202,7 +202,7 @@ class Problem:
         return f"{what} {numbers}{kind}"
 
     def costs_of(self, s: int) -> Costs:
-        """Returns the layers' costs for the largest share of a micro-batch on a stage's devices."""
+        """Returns the layers' costs for the largest share that a device of a stage works on."""
         return self.group(s).costs or self.costs
 
     def slowness(self, s: int) -> tuple[float, ...]:

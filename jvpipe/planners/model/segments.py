@@ -2,9 +2,9 @@
 
 A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py`
 defines what is counted, for one segment at a time. This file computes the same numbers as
-arrays; a property test compares both (tests/planners/model/test_segments.py). Numbers of
-layers are summed over segments by `grids.py`, and values that cross their bounds are
-counted by `crossings.py`.
+arrays; a property test compares both (tests/planners/model/test_segments.py). `grids.py` sums
+the numbers of layers over segments, and `crossings.py` counts the values that cross the bounds
+of segments.
 
 A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of
 `ends` (columns), where they end. Entries with j <= i mean nothing. The numbers of a layer
@@ -161,7 +161,7 @@ class Segments:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """The bounds that stages may have; bound b is before layer b, the last after all layers.
+        """The bounds that stages may have: bound b lies before layer b, the last after all layers.
 
         Raises:
             ValueError: layers that must share a stage (`together`) leave too few cuts.
@@ -324,7 +324,7 @@ class Segments:
     ) -> Grid:
         """Returns lower bounds of the seconds that each segment's all-reduce adds to a step.
 
-        If the all-reduce overlaps with the backwards, the bound assumes that both begin together.
+        If the all-reduce overlaps with the backwards, the bounds assume that both begin together.
         """
         whole_s = link_seconds(link, between(sums(self._reduced_bytes), starts, ends))
         if not self.problem.overlaps:

@@ -147,7 +147,7 @@ class Shapes:
 
         "Append first" lists the devices machine by machine. "Scatter first" lists one device of
         each machine in turn. It treats all machines as one block, or lists one block of machines
-        after another. Here two machines (|) have two devices each:
+        after another. Here two machines, with a | between them, have two devices each:
 
             0 1 | 2 3       append first   0 1 2 3
                             scatter first  0 2 1 3
@@ -199,7 +199,7 @@ class Shapes:
         )
 
     def _joined(self, devices: tuple[int, ...]) -> Group:
-        """Joins devices to a group with their greatest slowness and their least memory."""
+        """Joins devices into a group with their greatest slowness and their least memory."""
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]

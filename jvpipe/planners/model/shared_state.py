@@ -1,4 +1,4 @@
-"""Counts the bytes that a replica saves, because the replicas of a stage divide optimizer state.
+"""Counts the bytes that a replica saves because the replicas of a stage divide optimizer state.
 
 `spared_bytes` counts them for one stage, and `surely_spared_bytes` bounds them from below for many
 segments at once.

@@ -138,7 +138,7 @@ def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4
 
 
 def joined_spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:
-    """Joins parts, each given as its arrays a, b and w, to one `Spans`."""
+    """Joins parts, each given as its arrays a, b and w, into one `Spans`."""
     nothing = np.empty(0, dtype=np.int64)
     columns = zip((nothing,) * 3, *parts, strict=True)
     return Spans(*map(np.concatenate, columns))

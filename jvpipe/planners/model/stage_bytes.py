@@ -277,8 +277,8 @@ def stage_bytes(
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
         # `between` is the most that a stage's I needs beyond the bytes held before I. After I the
-        # stage holds `handed - later` bytes more than before. The schedule's vectors count both
-        # moments, so only what I needs beyond the larger of the two is added.
+        # stage holds `handed - later` bytes more than before. The schedule's vectors count the
+        # moments before and after I, so only what I needs beyond the fuller of them is added.
         beyond=max(beyond, between - max(0, handed - later)),
         handed=handed,
         reducing=reducing,

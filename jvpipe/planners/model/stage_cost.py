@@ -204,7 +204,7 @@ def _reduce_s(
     layers: Sequence[LayerCost],
     overlaps: bool,
 ) -> float:
-    """Counts the seconds of an all-reduce of gradients that do not overlap with a backward.
+    """Counts the seconds that an all-reduce of gradients adds after the last backward.
 
     Args:
         link: the all-reduce as a link, as `Group.reduces` has it.
@@ -224,7 +224,7 @@ def _reduce_s(
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts the seconds of an update on the replica that takes the longest, at best.
+    """Counts the least seconds that an update can take on the slowest replica.
 
     Replicas share out whole layers: each layer is updated by one replica for all replicas. So an
     update takes at least as long as the longest layer, and at least an even share of all layers.

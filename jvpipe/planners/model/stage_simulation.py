@@ -218,8 +218,8 @@ def trips_counted(stages: int, microbatches: int) -> float:
     """Returns the least share of the timed micro-batches that lies in whole cycles.
 
     Stages wait for each other in cycles (see `stream_window`). A cycle has 1 to `stages`
-    micro-batches. If the timing ends within a cycle, the micro-batches of that cycle are outside of
-    the share. The result is the smallest share that any length of cycles gives.
+    micro-batches. If the timing ends within a cycle, the micro-batches of that cycle do not count
+    in the share. The result is the smallest share that any length of cycles gives.
     """
     _, timed = stream_window(stages, microbatches)
     lengths = range(1, stages + 1)

@@ -4,7 +4,7 @@ The problem is unfolded: each stage gets a device of its own, and has as many mi
 flight as before. Each of these devices may hold only a budget: a fraction of its limit, the same
 for all devices. A search by halving finds the largest budget whose plan fits the true devices.
 Every plan that the search accepts was counted on the true devices, so it keeps their limits. A
-better plan may exist, because stages of one device may in fact hold unequal parts of its limit.
+better plan may exist, because the stages of a device need not hold equal parts of its limit.
 """
 
 from collections.abc import Callable
@@ -130,7 +130,7 @@ def _infeasible(
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
-    """Makes the error that no budget suffices, with a decision and a limit that it fits."""
+    """Makes the error that no budget suffices, with a larger limit and a decision that keeps it."""
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
