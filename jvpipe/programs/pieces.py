@@ -293,7 +293,7 @@ def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _strong(value: Any) -> jax.Array:
-    """Returns a value without a weak type, which would make JAX compile its readers once more."""
+    """Returns a value without a weak type, because a weak type makes JAX compile readers again."""
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
     if not jax.typeof(array).weak_type:
         return array

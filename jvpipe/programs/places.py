@@ -31,7 +31,7 @@ class Place(NamedTuple):
         """Returns the first phase in which a layer or the global program can read the value."""
         if self.home == "everywhere":
             # Layers read a result of the global program one phase later than the global program
-            # itself does. The phase of a value that is made everywhere is that of the layers.
+            # itself does. For a value that is made everywhere, the phase is that of the layers.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 

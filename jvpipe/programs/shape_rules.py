@@ -45,7 +45,7 @@ def _broadcast_in_dim(
     axis: int,
     count: int,
 ) -> tuple[Params, int]:
-    """Follows the axis to its place in the result, whose shape is that of a part."""
+    """Follows the axis to its place in the result, and narrows the result's shape to a part."""
     target = int(eqn.params["broadcast_dimensions"][axis])
     shape = cut_shape(eqn.params["shape"], target, count)
     return {"shape": shape}, target

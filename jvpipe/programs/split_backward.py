@@ -2,7 +2,7 @@
 
 Other stages wait for the cotangents alone, so W may run later. In the table, sources are values of
 the forward that the backward reads, and sums are the accumulators of gradients. If later layers
-read an input of this layer, too, its partial sum is the sum of their cotangents.
+also read an input of this layer, its partial sum is the sum of their cotangents.
 
     program    takes                                        yields
     whole      sources, cotangents, partial sums, sums      sums, cotangents of inputs
@@ -11,9 +11,9 @@ read an input of this layer, too, its partial sum is the sum of their cotangents
 
 I hands W the values that W needs and that are costly to compute, such as products. W computes cheap
 values again. The results of the two halves are bitwise identical to those of the whole backward,
-for two reasons. First, behind each handed value stands an optimization barrier, in the whole
-backward too, so the compiler never fuses a handed value with its readers. Second, values that both
-halves compute are made by calls that are compiled alike in all three programs
+for two reasons. First, an optimization barrier follows each handed value, in the whole backward
+too, so the compiler never fuses a handed value with its readers. Second, values that both halves
+compute are made by calls that are compiled alike in all three programs
 (`jvpipe.programs.outlining`).
 """
 

@@ -1,7 +1,7 @@
 """An optimizer traced over stacked parameters and run on their slices, which layers own.
 
 A loss that scans over layers has the parameters of these layers stacked in one array. Each slice of
-the array belongs to a layer, but the optimizer is to see the stacks that the user gave it. So the
+the array belongs to a layer, but the optimizer should see the stacks that the user gave. So the
 optimizer is traced over the stacks, and the trace is run on slices
 (`jvpipe.programs.slicewise`) as far as its equations leave the slices apart.
 """
@@ -50,12 +50,12 @@ def trace_stacked(
 
     Args:
         optimizer: any `optax.GradientTransformation`.
-        params: arrays or shapes; in place of each stack its slices.
+        params: arrays or shapes, in which slices stand in place of stacks.
         readers: for each leaf of `params`, the number of gradient accumulators to add up.
         microbatches: the number by which the sums are divided; None if it is an input.
         grad_norm: whether the update also returns the norm of the gradients.
         stacks: which leaves form stacks that the optimizer sees; None if it sees the slices.
-        frozen: leaves of `params` that the optimizer does not see; of a stack all slices or none.
+        frozen: leaves of `params` that the optimizer does not see; all slices of a stack, or none.
     """
     trace = partial(_trace_stacks, stacks=stacks) if stacks else trace_optimizer
     traced = trace(
@@ -125,11 +125,11 @@ def _core(
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks as one that takes a gradient for each stack.
 
-    The gradients and their norm are computed outside of it, slice by slice.
+    The mean gradients and their norm are computed outside of it, slice by slice.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
-        params: arrays or shapes; in place of each stack its slices.
+        params: arrays or shapes, in which slices stand in place of stacks.
         stacks: which leaves of `params` form stacks.
         frozen: leaves of `params` that the optimizer does not see.
     """
@@ -267,7 +267,7 @@ class _OnSlices:
         return jaxprs.evaluate_jaxpr(self.core.update, arrays, apply)
 
     def settled(self, leaves: Shapes) -> "_OnSlices":
-        """Returns the same optimizer, with all leaves of the state taken apart that can be.
+        """Returns the same optimizer, which takes apart all leaves of the state that it can.
 
         A leaf is taken apart if it belongs to a stack and is as long as the stack, or if an update
         yields it in slices. Leaves of the second kind are found by running the update on shapes.
@@ -295,7 +295,7 @@ class _OnSlices:
 
 
 def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:
-    """Returns the length of each leaf whose parameter is a stack of equal length, else None."""
+    """Returns, for each leaf, its length if it belongs to a stack of that length, else None."""
     lengths: list[int | None] = []
     for owner, shape in zip(core.parameter_of, _state(core), strict=True):
         n = None if owner is None else parameters.lengths[owner]

@@ -1,7 +1,7 @@
 """The homes of an optimizer's slots: the layers of gradients, parameters and leaves of the state.
 
 A parameter belongs to its owner, and so do its gradients and the state that mirrors it. A placed
-update shows that some other leaves of the state, too, are made and read by a single layer: they
+update shows that some other leaves of the state are also made and read by a single layer: they
 belong to that layer. Each layer has a copy of the remaining state, such as a count of updates. The
 global program has a copy of the part of it that it reads.
 """
@@ -102,7 +102,7 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
 
 
 def check_homes(flow: Flow, homes: Mapping[Slot, Input]) -> None:
-    """Checks that each home makes by itself the large results that it needs.
+    """Checks that each home itself makes the large results that it needs.
 
     Args:
         flow: a placed `update` or `init`.

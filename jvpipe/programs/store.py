@@ -78,7 +78,7 @@ class Program:
         *,
         key: Hashable,
     ) -> "Program":
-        """Returns a program made of a jaxpr.
+        """Returns the program of a jaxpr.
 
         The program has one more result, its mark. The mark has four bytes and is never donated. A
         caller that waits for the mark waits for the program.

@@ -56,7 +56,7 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
         }
         events.append(box)
     for place, at_s, size in picture.levels:
-        # Bytes that are held since before the first span are shown at its start.
+        # Bytes held since before the first span are shown at its start.
         start = max(0.0, at(at_s))
         counted = {"name": f"{place} bytes", "ts": start, "args": {"bytes": size}}
         events.append({"ph": "C", "pid": 0, **counted})
@@ -84,12 +84,12 @@ def joined(pictures: Sequence[Picture]) -> Picture:
 
 
 def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
-    """Yields both ends (hops) of each copy, the end where it leaves first.
+    """Yields the two ends (hops) of each copy: where it leaves, and then where it arrives.
 
     A copy of which only one end is known is skipped.
 
-    Different threads measure the two ends, and one may wake late. A copy that would arrive before
-    it leaves is made to leave when it arrives.
+    Different threads measure the two ends, and one may wake late. If a copy seems to arrive
+    before it leaves, it is drawn as leaving when it arrives.
     """
     ends = defaultdict[str, list[Hop]](list)
     # False sorts before True, so the end where a copy leaves comes first.
@@ -102,7 +102,7 @@ def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
 
 
 class Busy(NamedTuple):
-    """The seconds of work, summed over devices, and those from its first start to its last end."""
+    """The seconds of work, summed over devices, and the time from first start to last end."""
 
     seconds: float
     elapsed_s: float
@@ -144,7 +144,7 @@ def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
-    """Returns the seconds of work of each device, and the time from the first start to the end."""
+    """Returns each device's seconds of work, and the time from the first start to the last end."""
     work = [span for span in spans if span.kind in COMPUTE]
     if not work:
         return {}, 0.0

@@ -98,7 +98,7 @@ def _numbers(metrics: StepMetrics) -> Table:
 
 
 def device_rows(metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> Table:
-    """Makes a table with a row for each device: its layers, peak and limit of memory, and work.
+    """Makes a table with a row for each device: layers, peak and limit of memory, busy share.
 
     Args:
         metrics: the metrics of a step.

@@ -112,7 +112,7 @@ def _from_zero(picture: Picture) -> Picture:
         spans.append(replace(span, start_s=start_s, end_s=end_s))
     levels = []
     for level in picture.levels:
-        # Bytes that are held since before the first span are drawn from its start.
+        # Bytes held since before the first span are drawn from its start.
         at_s = max(0.0, level.at_s - first_s)
         levels.append(level._replace(at_s=at_s))
     return Picture(tuple(spans), tuple(levels))
@@ -180,7 +180,7 @@ def _draw_rows(
         tick.set_fontsize(9 if height == _DEVICE_ROW else 6.5)
     axes.tick_params(left=False, bottom=False)
     axes.spines[:].set_visible(False)
-    # The legend has the order of the table of kinds, and not that in which kinds were first drawn.
+    # The legend has the order of the table of kinds, not the order in which kinds were first drawn.
     looks = dict.fromkeys(info.look for info in KINDS.values())
     drawn = [look for look in looks if look in by_look]
     _legend(axes, [Patch(color=color, label=name) for name, color in drawn])

@@ -33,7 +33,7 @@ class Lines:
 
     Args:
         out: the destination of the lines.
-        period_s: the least seconds between the lines of two steps.
+        period_s: the shortest time between the lines of two steps, in seconds.
         silence_s: how many seconds without a line are a silence.
         clock: returns seconds, counted from any origin.
     """

@@ -162,7 +162,7 @@ def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
 
 
 def _speakable(value: Any) -> Any:
-    """Returns a value with None in place of numbers that are not finite, also inside mappings."""
+    """Returns a value with None in place of numbers that are not finite, in mappings too."""
     if isinstance(value, Mapping):
         return {name: _speakable(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ class Awaited(NDArrayOperatorsMixin):
 
     Reading waits for the values. If a process is lost, reading a plain array would block forever;
     reading an `Awaited` raises an error that names the process. In all other respects, an `Awaited`
-    works like a plain array, also with NumPy and `jax.numpy`. For `jax.jit`, convert it with
+    works like a plain array, with NumPy and `jax.numpy` too. For `jax.jit`, convert it with
     `jnp.asarray`.
 
     Args:

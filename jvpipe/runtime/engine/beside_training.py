@@ -24,7 +24,7 @@ Python's own value is 5 ms, which would be the longest delay of a dispatch.
 
 _lock = Lock()
 _outside: list[tuple[float, bool]] = []
-"""The settings that each active `beside_training` found: (switch interval, is collection on).
+"""The switch interval that each active `beside_training` found, and whether collection was on.
 
 The first entry has the settings of the rest of the program. The last context to end restores them.
 """

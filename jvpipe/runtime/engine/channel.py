@@ -205,8 +205,8 @@ class Channel:
         until_s = time.monotonic() + self.timeout_s
         while True:
             left_s = until_s - time.monotonic()
-            # The store does not notice that a process is gone. So each wait is short, and this
-            # process checks after each.
+            # The store does not notice that a process is gone. So each wait is short, and after
+            # each one this process checks whether the others are there.
             turn_ms = max(1, round(1000 * min(LOOK_S, left_s)))
             try:
                 return self.store.blocking_key_value_get(key, turn_ms)

@@ -9,11 +9,10 @@ to run in four phases. Each line shows a phase and what it makes:
     bind       instructions: rows with their programs, so that running needs no look-ups
 
 The first phase is in laid_plan.py, the last two are in row_binder.py. A layout is always the result
-of the first phase. How an array is cut over the devices of a mesh is called its spec. Each phase
+of the first phase. The spec of an array says how it is cut over the devices of a mesh. Each phase
 runs when its result is first needed. So a plan that is only compared with other plans compiles
-nothing. If several processes run a plan, each binds only
-its own part of the rows. These parts fit together only if all processes have lowered the plan to
-the same rows (see `agree_on_rows`).
+nothing. If several processes run a plan, each binds only its own part of the rows. These parts fit
+together only if all processes have lowered the plan to the same rows (see `agree_on_rows`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -77,7 +76,7 @@ class CompiledPlan(LaidPlan):
             self.stand_in,
             self.grouped,
         )
-        # Making any of the next values compiles programs, which takes long. So none is a
+        # Making any of these values compiles programs, which takes long. So none of them is a
         # `cached_property`: in Python 3.11, all plans would share its lock and wait for each other.
         self.bound_step: Bound | None = None
         self._evaluation: Bound | None = None
@@ -220,7 +219,7 @@ class CompiledPlan(LaidPlan):
         With groups, a plan may need more memory, so its peaks must be checked before groups run.
 
         Args:
-            previous: as the attribute.
+            previous: the plan before it and its own first micro-batch, as in `CompiledPlan`.
         """
         return replace(self, previous=previous, grouped=False)
 

@@ -1,8 +1,8 @@
 """Keeps the freed memory of CPU devices in the process, where new buffers find it at once.
 
-By default, glibc returns a large buffer to the system when it is freed. The system then gives the
-pages of the next buffer one by one, while the buffer is written. This takes up to a quarter of a
-step (experiments/groups). If the process keeps freed buffers, their pages are ready. The price is
+By default, glibc returns a large buffer to the system when it is freed. The system then supplies
+the pages of the next buffer one by one, while the buffer is written. This takes up to a quarter of
+a step (experiments/groups). If the process keeps freed buffers, their pages are ready. The price is
 that the process always holds as much memory as at its peak.
 """
 
@@ -25,7 +25,7 @@ _VARIABLES = (
 def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory, once for the process; returns whether it does.
 
-    Does nothing if there is another C library, or the user's environment sets these options.
+    Does nothing if there is another C library, or if the user's environment sets these options.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return False

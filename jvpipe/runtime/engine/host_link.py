@@ -33,8 +33,8 @@ def link_between(hosts: Hosts) -> Link:
 def _seconds(hosts: Hosts, size: int) -> float:
     """Returns the median seconds of a copy from the first process to the second.
 
-    The result has a meaning only in the first process. The clocks of two processes differ, so each
-    copy goes there and back, and half of the time counts.
+    Only the first process's result has a meaning. The clocks of two processes differ, so each copy
+    goes there and back, and half of the time counts.
 
     Args:
         hosts: the processes.

@@ -36,7 +36,7 @@ _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
 
 
 class _Asked(NamedTuple):
-    """A copy that was asked for: its source process, its row, a weak reference to its result."""
+    """A copy that was asked for: its source process, row, and a weak reference to its result."""
 
     process: int
     row: Row
@@ -309,7 +309,7 @@ class Hosts(Channel):
     def connect(self) -> None:
         """Starts this process's transfer server, and connects it to those of the other processes.
 
-        Does nothing if there is no other process, or if they are connected.
+        Does nothing if there is no other process, or if the processes are connected already.
         """
         if self.count > 1 and self.transport is None:
             address = self.address or _jax.own_address()
@@ -380,6 +380,6 @@ ALONE = Hosts(0, 1, None)
 
 @cache
 def present_hosts() -> Hosts | None:
-    """Returns the processes that `jax.distributed.initialize` has connected; None for only one."""
+    """Returns the processes that `jax.distributed.initialize` has connected; None if alone."""
     process, count = _jax.process_of()
     return Hosts(process, count, _jax.coordination()) if count > 1 else None

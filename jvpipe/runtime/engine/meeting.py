@@ -2,8 +2,8 @@
 
 Each process connects to process 0, which checks that all have the secret and equal options,
 and tells them the port for JAX. The connections stay open during the run. If JAX loses a
-process, it ends the others at once, without a message of jvpipe's. So a separate thread
-reports a connection that ends, unless the process at its other end said farewell before.
+process, it ends the others at once, without a message from jvpipe. So a separate thread
+reports a connection that ends, unless the process at its other end has said farewell.
 
     process i                               process 0
       greeting with a nonce   --------->
@@ -43,7 +43,8 @@ class Patience:
         say_s: the time between two lines in which a waiting process says for whom it waits.
         farewell_s: the longest time in which process 0 tells the others how the meeting ended, and
             in which a process sends its farewells.
-        crowd: the largest number of connections, so that strangers cannot use up all open files.
+        crowd: the largest number of connections, so that strangers cannot use up all file
+            descriptors.
         look_s: the time between two checks, during training, whether the run makes progress.
         grace_s: the time that the training thread, which knows the failed task, has to report a
             lost process. After this time another thread reports the process.
@@ -195,7 +196,7 @@ class MeetingServer(_Side):
         await server.serve_forever()
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection; closes it without an answer if a stranger has made it."""
+        """Serves a connection; if it comes from a stranger, closes it without an answer."""
         lines = SignedLines(reader, writer, self._given.secret, "server")
         visit = asyncio.current_task()
         assert visit is not None, "the server runs each visit in a task"
@@ -367,7 +368,7 @@ async def _reached(
 
 
 def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
-    """Returns the process's number and values in its first line; raises ValueError without them."""
+    """Returns the number and values in a process's first line; raises ValueError without them."""
     pattern = {"process": whole_in(1, 2**31 - 1), "parts": {str: (str, str)}}
     compare("who comes", words, pattern)
     return words["process"], words["parts"]

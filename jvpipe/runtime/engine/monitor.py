@@ -37,7 +37,7 @@ _HALVES = {Kind.I, Kind.W}
 _BEGIN = {kind for kind, info in KINDS.items() if info.in_flight == 1}
 _END = {kind for kind, info in KINDS.items() if info.in_flight == -1}
 TICK_S = 1e-9
-"""The least seconds of a task: a thread that wakes late finds two markers at the same time."""
+"""The shortest time of a task, in seconds: a thread that wakes late may see two markers at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class Measured:
 
         They are medians over micro-batches. A layer whose forward or backward did not run has 0. If
         a layer has replicas, the slowest counts, because the others wait for it. A backward may run
-        whole or in two halves. If a layer has whole and divided backwards, only the whole count.
+        whole or in two halves. If a layer has whole and divided backwards, only the whole ones
+        count.
 
         Args:
             layers: how many layers the model has.
@@ -89,7 +90,7 @@ class Measured:
 
     @staticmethod
     def _one_layer_s(layer: int, median_s: Mapping[tuple[object, Kind], float]) -> float:
-        """Adds up a layer's seconds, of which `median_s` has those of all layers by kind."""
+        """Adds up a layer's seconds; `median_s` has those of all layers, by layer and kind."""
         kinds = {kind for of_layer, kind in median_s if of_layer == layer}
         if not (_BEGIN & kinds and _END & kinds):
             return 0.0

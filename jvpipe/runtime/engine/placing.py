@@ -2,8 +2,8 @@
 
 These arrays are the parameters, the optimizer's state, the model state and constants. They are
 placed in the order of the buffer table. A `Leaf` (`training_state.py`) makes an array or puts a
-given one on its device. When a run begins, the optimizer's state has no leaves. The pieces into
-which the optimizer was cut compute it from the parameters, each on the device of its layer.
+given one on its device. When a run begins, the optimizer's state has no leaves. The pieces
+of the optimizer compute this state from the parameters, each piece on the device of its layer.
 """
 
 from collections import Counter
@@ -29,8 +29,9 @@ from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.runtime.engine.value_shapes import value_spec
 
 Key = Spot | Slot
-"""The key of an array while a state is made: its spot, that is its value and place. The key of a
-small value that pieces of the optimizer pass to each other is its slot (its name in a piece)."""
+"""The key of an array while a state is made: its spot, that is, its value and place. For a
+small value that pieces of the optimizer pass to each other, the key is its slot (its name in a
+piece)."""
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
@@ -254,7 +255,7 @@ class Placing:
         return self._spec(key.value) if isinstance(key, Spot) else ()
 
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
-        """Returns, by device, the most superfluous bytes that one piece makes.
+        """Returns, by device, the largest number of bytes that one piece makes needlessly.
 
         `initialize_optimizer` runs whole pieces. A piece makes all arrays of its state, even those
         that the table already has.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 BEAT_S = 0.25
 """Seconds between two pulses of a process."""
 _WORD_BYTES = 64
-"""The most bytes that are read of a datagram; a word and the number of a process are shorter."""
+"""The most bytes that are read from a datagram; a word and the number of a process are shorter."""
 
 
 class Pulse(NamedTuple):
@@ -56,7 +56,7 @@ class Pulses:
         return 0.0 if heard_s is None else time.monotonic() - heard_s
 
     def _tell(self, process: int, others: Mapping[int, Pulse]) -> None:
-        """Sends pulses to the other processes, as long as this one lives."""
+        """Sends pulses to the other processes for as long as this one lives."""
         while True:
             for other in others.values():
                 try:

@@ -1,4 +1,4 @@
-"""Compiles the programs of a plan's rows, once for all rows that share one, and binds the rows.
+"""Compiles the programs of a plan's rows, each once for all rows that share it, and binds the rows.
 
 Rows become instructions in these steps:
 

@@ -25,7 +25,7 @@ def read_secret(path: str | None) -> bytes:
         path: the file of `--secret-file`; None for the file that the environment variable names.
 
     Raises:
-        ValueError: the file is empty, cannot be read, or may be used by others than its owner.
+        ValueError: the file is empty or cannot be read, or others than its owner may use it.
     """
     source = "--secret-file"
     if path is None:

@@ -200,7 +200,7 @@ def _made_leaf(
 
     Args:
         store: compiles the program.
-        eqns: the equations, of all leaves, that were not computed before.
+        eqns: the equations of all leaves, except those that were computed before.
         out: the variable of the array.
         env: the values that were computed before, by variable.
     """

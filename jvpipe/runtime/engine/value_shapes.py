@@ -24,7 +24,7 @@ def shape(array: Array) -> jax.ShapeDtypeStruct:
 def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Array | None:
     """Returns the array of the graph or the optimizer that has the shape and type of a value.
 
-    Returns None for a value that is like no array of either, such as a residual or a loss.
+    Returns None if neither has such an array, as for a residual or a loss.
 
     Args:
         graph: the model's layers.
