@@ -172,8 +172,8 @@ class Session(Engine):
         which can fail, waits for the step before it.
 
         Micro-batches can stay in flight only if they have the shapes of the run's first
-        batch. They are finished before a batch of other shapes runs, which is finished
-        within its own step.
+        batch. They are finished before a batch of other shapes runs, and that batch is
+        finished within its own step.
 
         Args:
             state: the newest state, which is consumed.

@@ -5,9 +5,9 @@ entry of the ledger. It says that a forward or backward of a layer read a versio
 or that an update made one. `jvpipe.replay` computes a run again from this ledger, on one device and
 in another order, with bitwise identical results.
 
-A stream (a run without flushes) repeats one step from some time on. The ledger keeps the uses of
-this step only once, with micro-batches and versions that count from the start of the step. For each
-repetition it keeps two numbers: what to add to the micro-batches, and what to add to the versions.
+From some step on, a stream (a run without flushes) repeats the same step. The ledger keeps the uses
+of this step only once, with micro-batches and versions that count from the start of the step. For
+each repetition it keeps two numbers: what to add to the micro-batches, and what to the versions.
 """
 
 from bisect import bisect_left
@@ -50,8 +50,8 @@ class VersionLedger:
 
     Attributes:
         complete: whether the ledger goes back to the start of the run. The ledger of a run that was
-            resumed from a checkpoint in flight may begin later: with the oldest step that `to_json`
-            has saved there.
+            resumed from a checkpoint in flight may begin later, at the oldest step that `to_json`
+            saved in it.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -77,7 +77,7 @@ class VersionLedger:
             yield from _numbered(run)
 
     def microbatches(self) -> Iterator[tuple[list[Use], bool]]:
-        """Yields the uses of each micro-batch in order, and whether a drain followed."""
+        """Yields the uses of each micro-batch in order, and whether a drain followed it."""
         uses_of: dict[int, list[Use]] = {}
         drained = set()
         for run in self._runs:
@@ -127,7 +127,7 @@ class VersionLedger:
         return tuple(stale.get(layer, 0) for layer in range(layers))
 
     def _newest(self, layers: int) -> tuple[dict[int, int], int]:
-        """Finds the staleness of layers' last updates, and the step in which the search has ended.
+        """Finds the staleness of layers' last updates, and the step at which the search ended.
 
         Every step may call this method, so it reads the ledger from the end. It stops once it has
         found the last update, and the forward of the same micro-batch, for `layers` layers.
@@ -192,7 +192,7 @@ class VersionLedger:
     def from_json(saved: Any) -> "VersionLedger":
         """Returns the ledger that `to_json` saved.
 
-        In older checkpoints, only the list of steps was saved.
+        Older checkpoints have only the list of steps.
         """
         if isinstance(saved, list):
             saved = {"complete": True, "runs": saved}
