@@ -54,7 +54,7 @@ _log = logging.getLogger("jvpipe")
 
 
 class Grouping:
-    """The compiler of groups: works beside the training, which then takes over its programs."""
+    """Compiles groups beside the training, which then takes over their programs."""
 
     def __init__(self) -> None:
         self._thread = Thread("jvpipe-groups")

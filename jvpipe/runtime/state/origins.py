@@ -7,7 +7,7 @@ picture each letter is a parameter, and lines join the parameters that both mode
 
     old model    A  B  C         A stays where it is; B is copied, because its device changes;
                  |  |            C is parked on the host, with its optimizer state
-    new model    A  B     D      D returns from the host if it was parked earlier, and is made otherwise
+    new model    A  B     D      D returns from the host if it was parked earlier, or else is made
 """
 
 from collections.abc import Mapping, Sequence
