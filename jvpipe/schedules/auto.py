@@ -1,4 +1,4 @@
-"""The schedule "auto", whose task lists a planner finds, and the lists as text in plans."""
+"""The schedule "auto", whose task lists a planner finds; plans hold these lists as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from jvpipe.ir.task import Task, TaskLists
 
 
 def merged(lists: TaskLists) -> TaskLists:
-    """Joins an I and a W of the first stage to a whole B where W comes directly after its own I.
+    """Joins an I and a W of the first stage into a whole B if W comes directly after its own I.
 
     No stage waits for cotangents of the first stage, so splitting gains nothing there. On other
     stages such pairs stay apart: the cotangents leave after I, and need not wait for W. For

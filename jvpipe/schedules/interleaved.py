@@ -70,7 +70,7 @@ class InterleavedLists:
             d: the number of the device.
             devices: the number of devices.
             microbatches: the number of micro-batches.
-            late: after how many further first halves a second half runs, if backwards are split.
+            late: how many further first halves run before a second half, if backwards are split.
         """
         rounds = _rounds(devices, microbatches)
         chunks = range(self.chunks)

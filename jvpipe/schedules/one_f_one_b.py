@@ -61,8 +61,8 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
 class EagerLists:
     """The lists of `OneFOneB`.
 
-    `most` has the most micro-batches in flight on each device. By default, device d of S has
-    2 (S - d) - 1.
+    `most` is the largest number of micro-batches in flight on each device. By default, it is
+    2 (S - d) - 1 on device d of S.
 
     >>> from jvpipe.ir.task import text
     >>> text(EagerLists()(2, 4)[0]), text(EagerLists((2, 1))(2, 4)[0])

@@ -53,8 +53,8 @@ class Schedule:
         chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
 
-    `versions` is a function of a stage (counted from 0) and the number of stages. It counts the
-    versions of the stage's parameters that are held.
+    `versions` is a function of a stage (counted from 0) and the number of stages. It returns how
+    many versions of the stage's parameters are held.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
     A forward reads the version that `rule` says. A backward reads the same version if `stash` is
@@ -152,7 +152,7 @@ class Schedule:
         return _splits(self, devices, microbatches)
 
     def phases(self, devices: int, microbatches: int) -> int:
-        """Counts the phases of a step; within a phase, one slowest stage sets the pace.
+        """Counts the phases of a step; within a phase, a single slowest stage sets the pace.
 
         If every device runs all its forwards before its first backward, there are two
         phases: the stage with the slowest forward need not be the one with the slowest
@@ -195,7 +195,7 @@ class Schedule:
         return tuple(tuple(with_updates(tasks, every)) for tasks in lists)
 
     def check(self, devices: int, microbatches: int) -> None:
-        """Checks that an asynchronous schedule can run in steps of so many micro-batches.
+        """Checks that an asynchronous schedule can run in steps of this many micro-batches.
 
         Args:
             devices: the number of devices that the pipeline passes.
@@ -344,7 +344,7 @@ def _held(
     devices: int,
     microbatches: int,
 ) -> tuple[tuple[Holding, ...], ...]:
-    """Finds what `Schedule.held` returns. These functions are outside of the class for the cache."""
+    """Finds what `Schedule.held` returns; a function and not a method, so that it can be cached."""
     count = microbatches
     if not schedule.synchronous:
         # After so many micro-batches the pipeline of a stream is full, and holds no more later.

@@ -190,7 +190,7 @@ class Adapter:
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
             # Processes that have prepared to move in different ways cannot move together.
-            # `UNFORESEEN` makes all prepare again once the move is due, all in the same way.
+            # `UNFORESEEN` makes them all prepare again, in the same way, once the move is due.
             foreseen = UNFORESEEN
             if len({one.how for one in news}) == 1:
                 agree_on_rows(migration.new, "migrations", migration.rows)
@@ -303,10 +303,10 @@ class Migrations:
         Args:
             state: the newest state.
             drain: finishes the micro-batches in flight.
-            compiled: the compiled plan of the next step; None stands for the present one. A
-                migration due inside that step stays queued, and the step makes it, if the
-                plan is the present one and the synchronous first steps are over. Otherwise
-                the migration is made now.
+            compiled: the compiled plan of the next step; None stands for the present one. If
+                this is the present one and the synchronous first steps are over, a migration
+                that is due inside the step stays queued, and the step makes it. Otherwise the
+                migration is made now.
 
         Raises:
             StageError: a copy failed; the error's `state` is whole under the old plan.

@@ -275,7 +275,7 @@ def stages_under(
     Args:
         stages: the number of stages, or a plan; None if neither is given.
         schedule: the schedule, which may refuse the numbers, or warn of idle devices.
-        microbatches: how many a step has.
+        microbatches: how many micro-batches a step has.
         shares: whether the planner decides how many devices each stage has.
     """
     if isinstance(stages, Plan):

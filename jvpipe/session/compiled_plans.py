@@ -219,8 +219,8 @@ class CompiledPlans:
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
             finer = not self._follows
             compiled, self.planned, self.shape = planner.plan_together(traced, finer=finer)
-        # If another model is still training, this model's groups are compiled later: when
-        # this model trains, beside its training.
+        # If another model is still training, this model's groups are compiled later, beside
+        # its own training.
         if settings.group and not self._follows:
             compiled = self.in_groups(compiled)
         self._by_shapes[shapes_of(batch)] = compiled
@@ -280,7 +280,7 @@ class CompiledPlans:
     def in_groups(self, compiled: CompiledPlan) -> CompiledPlan:
         """Returns the plan with layers in groups that run as one program each.
 
-        Groups hold more memory: the layers stay apart if groups would go over a limit.
+        Groups hold more memory, so the layers stay apart if groups would exceed a limit.
         """
         grouped = replace(compiled, grouped=True)
         limits = Limits(self.settings.limits or None)

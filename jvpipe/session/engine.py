@@ -424,7 +424,7 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
     Args:
         hosts: the processes.
         here: the peaks as this process knows them. Its numbers for other processes' devices
-            are too small, so the largest report of each device counts.
+            are too small, so the largest report for each device counts.
     """
     sizes_here = json.dumps([peak.bytes for peak in here])
     sizes_by_process = map(json.loads, hosts.exchange("peaks", sizes_here.encode()))

@@ -84,7 +84,8 @@ def plan_for(
             devices are used. "a100-40gb" unless given.
         memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with
             a limit for each. Unless given, all the memory that the devices have.
-        microbatches: how many a batch is split into; 4, unless it is given or the planner decides.
+        microbatches: how many parts a batch is split into; 4, unless it is given or the
+            planner decides.
         schedule: the name of a schedule, or one with options; replicas need a synchronous one.
         planner: the name of a planner, or several to compare; "all" compares all planners.
             Replicas are planned by "jvpipe", "pipedream" or "dapple".

@@ -1,4 +1,4 @@
-"""Measurements that planners need of a traced model and of devices: seconds, bytes and links."""
+"""Measurements of a traced model and of devices for planners: seconds, bytes and links."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -229,7 +229,7 @@ class Measurement:
         devices, layers = self._used_devices, self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
-        # The longest forward is measured: the time of a short one is mostly that of its dispatch.
+        # The longest forward is measured, because a short one spends most time on its dispatch.
         longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
         programs = layer_programs(self.bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)

@@ -1,8 +1,8 @@
 """The first plan of a model: made by a planner or given by the user, and compiled.
 
-A planner's plan is accepted only after it was compiled and its exact bytes were counted,
-see planning.py. Two variants are tried as well: some layers cut in two
-(planners/splitting.py), and the optimizer's state on the host (`ModelPlanner.plan`).
+A planner's plan is accepted only after it was compiled and its exact bytes were counted (see
+planning.py). Two variants are tried as well: some layers cut in two (planners/splitting.py), and
+the optimizer's state on the host (`ModelPlanner.plan`).
 """
 
 import json

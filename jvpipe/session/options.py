@@ -69,7 +69,7 @@ _COUNT = partial(whole_number, most=MOST_PLACES)
 class PipelineOptions:
     """The options of a pipeline, for calls, commands and files.
 
-    The type of a field is what a file may contain. A Python call may be given further types
+    The type of a field is what a file may contain. A Python call also takes any other type
     that the option's check accepts, such as a `Cluster` for `hardware`.
     """
 

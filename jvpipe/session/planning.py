@@ -94,7 +94,7 @@ class _Asker:
         return ask(self.planner, problem, self.places, fixed=self.fixed)
 
     def needed(self, problem: Problem, plan: Plan) -> list[int]:
-        """Returns how large the largest device's limit must be to fit each stage of a plan.
+        """Returns, for each stage of a plan, the limit of the largest device under which it fits.
 
         Args:
             problem: says by how many bytes the limits of the other devices are smaller.

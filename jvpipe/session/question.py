@@ -335,7 +335,7 @@ def given_pins(
         stages: how many stages. Here and in the following, None lets the planner decide.
         replicas: how many devices each stage has; "auto" also lets the planner decide.
         cuts: how many layers each stage has.
-        microbatches: how many a step has.
+        microbatches: how many micro-batches a step has.
 
     Returns:
         How many devices there are, and the given parts.

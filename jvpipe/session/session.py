@@ -54,7 +54,7 @@ _log = logging.getLogger("jvpipe")
 
 
 class Grouping:
-    """The compiler of groups: works beside the training, which then takes over its programs."""
+    """Compiles groups beside the training, which then takes over their programs."""
 
     def __init__(self) -> None:
         self._thread = Thread("jvpipe-groups")
@@ -172,8 +172,8 @@ class Session(Engine):
         which can fail, waits for the step before it.
 
         Micro-batches can stay in flight only if they have the shapes of the run's first
-        batch. They are finished before a batch of other shapes runs, which is finished
-        within its own step.
+        batch. They are finished before a batch of other shapes runs, and that batch is
+        finished within its own step.
 
         Args:
             state: the newest state, which is consumed.

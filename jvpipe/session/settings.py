@@ -37,7 +37,7 @@ class Training:
     Args:
         loss_fn: the loss of the first model.
         optimizer: the optimizer as the user gave it.
-        microbatches: how many a batch is split into.
+        microbatches: how many micro-batches a batch is split into.
         schedule: the order in which micro-batches run.
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state.
@@ -64,7 +64,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Training):
-    """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
+    """The options of a `jvpipe.Pipeline`, which hold for every model that it trains.
 
     Args:
         stages: how many devices a micro-batch passes (a schedule may run several stages on each),

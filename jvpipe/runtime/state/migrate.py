@@ -10,9 +10,9 @@ device 1 at micro-batch 2:
     link             WEIGHTS   SUM                  weights and optimizer state; summed gradients
     device 1                          F2 B2 ...     tasks from micro-batch 2 on: the new plan
 
-The memory at the old place is freed once all copies have come. If something fails before that, the
-old state is whole. If a move between two steps fails later, some values may be only on the host or
-at the new place. `state_after_failed_move` brings them back. A move inside a step needs no such
+The memory at the old place is freed once all copies have arrived. If something fails before that,
+the old state is whole. If a move between two steps fails later, some values may be only on the host
+or at the new place. `state_after_failed_move` brings them back. A move inside a step needs no such
 repair. When it frees memory, only the step's update is left to run, and the update of any step
 overwrites the old state.
 
@@ -83,8 +83,8 @@ class Migration:
         """Tells whether this migration was prepared for the state that the run is now in.
 
         All processes must find the same answer, because they prepare a migration again together.
-        So the answer must not depend on whether `current` runs layers in groups: each process
-        begins to do so at a time of its own. Groups make no difference to a migration, because
+        So the answer must not depend on whether `current` runs layers in groups, because each
+        process begins to do so at its own time. Groups make no difference to a migration, in which
         layers move one by one.
 
         Args:
@@ -113,7 +113,7 @@ def prepare_migration(
 ) -> Migration:
     """Lowers and compiles a change of plan, in the first way that keeps the memory limits.
 
-    There are three ways, in the order of preference. Inside a step, the pipeline goes on, but both
+    There are three ways, in order of preference. Inside a step, the pipeline goes on, but both
     plans need memory. Between two steps, the pipeline is drained first. By host, it is drained too,
     and layers leave a device before others arrive.
 
@@ -156,7 +156,7 @@ def prepare_migration(
 
 
 def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[str]:
-    """Returns the ways in which a change of plan may be made, in the order of preference.
+    """Returns the ways in which a change of plan may be made, in order of preference.
 
     Args:
         old: the plan in use.
@@ -193,7 +193,7 @@ def _migration_in_way(
         stream_steps: as `Migration.stream_steps`.
 
     Returns:
-        The migration, and the most bytes on each device, and last on the host, while it is made.
+        The migration, and the peak of each device, and last of the host, while it is made.
     """
     step, microbatch = at
     after, steps, leaving = new, 0, None

@@ -2,8 +2,8 @@
 
 Arrays that only the old model has are parked: they wait on the host for a later change that brings
 them back. Before anything moves, `origins.py` decides where each array of the new model comes from.
-During the change, the devices hold the arrays of both models beside each other. If there is no room
-for both, the arrays that leave a device are first copied to the host. In both cases, the old model
+During the change, the devices hold the arrays of both models side by side. If there is no room for
+both, the arrays that leave a device are first copied to the host. In both cases, the old model
 can be restored until all arrays of the new model have arrived.
 
 If there are several processes, each parks the arrays that leave its own devices. Arrays that
@@ -309,8 +309,8 @@ class ModelSwitch:
             ledger: counts the bytes.
 
         Returns:
-            For each copy between processes the spot of its array, the copy, and the array, which is
-            None if another process has it. The copies are the same in all processes.
+            For each copy between processes: the spot of its array, the copy, and the array (None if
+            another process has it). The copies are the same in all processes.
         """
         crossing = []
         for arrival in self.origins.arrivals:
@@ -338,7 +338,7 @@ class ModelSwitch:
     def _value(self, arrival: Arrival, before: Mapping[int, Any]) -> tuple[int, Any]:
         """Returns the process that has an array of the new model, and the array.
 
-        The array is None if another process has it, or the optimizer will make it.
+        The array is None if another process has it, or if the optimizer will make it.
 
         Args:
             arrival: the arrival of the array.

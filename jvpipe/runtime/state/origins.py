@@ -7,7 +7,7 @@ picture each letter is a parameter, and lines join the parameters that both mode
 
     old model    A  B  C         A stays where it is; B is copied, because its device changes;
                  |  |            C is parked on the host, with its optimizer state
-    new model    A  B     D      D returns from the host if it was parked earlier, else it is made
+    new model    A  B     D      D returns from the host if it was parked earlier, or else is made
 """
 
 from collections.abc import Mapping, Sequence
@@ -122,7 +122,7 @@ class Origins:
         def arrival(identity: Identity, buffer: Buffer) -> Arrival:
             if identity[0] == "constant":
                 return Arrival(identity, buffer, "make")
-            # Optimizer state is kept or returns only with its parameter: it fits only these values.
+            # Optimizer state is kept or returns only with the parameter to whose values it fits.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # An array stays if the old model has it at this place and in this memory. Otherwise it

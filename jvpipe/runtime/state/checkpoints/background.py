@@ -6,8 +6,8 @@ changes the arrays that are written.
 Orbax's CheckpointManager also has a thread, and rules for which checkpoints to keep. It is not used
 here, because Orbax's format has no digests of files and no states in flight. In that format, an
 array belongs to all processes, while each array of jvpipe lies with one process. The manager also
-names and deletes folders by its own rules. Only its thread would be of use, and this file is such a
-thread.
+names and deletes folders by its own rules. Only its thread would be of use, and this file has one
+of its own.
 """
 
 import threading
@@ -18,7 +18,8 @@ class Writer:
     """A context manager that runs one write at a time in another thread.
 
     If a write fails, the next call raises the error of the write. At its end, the context waits for
-    the last write. It then raises the error of this write, unless the code inside has raised one.
+    the last write. If that write failed, the context raises its error, unless the code inside the
+    context has raised an error itself.
 
     >>> with Writer() as writer:
     ...     writer.begin(lambda: print("written"))

@@ -26,8 +26,8 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Writes a checkpoint.
 
-    Whenever the process dies, the folder holds no partial checkpoint, but the older one (if there
-    is one) or the new one.
+    Whenever the process dies, the folder holds the whole older checkpoint (if there was one) or the
+    whole new one.
 
     Args:
         path: a folder, which may hold an older checkpoint; the new one replaces it.
@@ -196,7 +196,7 @@ WORDS = {
     "optimizer": ("optimizer", "array of the optimizer's state"),
     "state": ("model", "leaf of the model state"),
 }
-"""For each kind, what messages call the thing that an array belongs to, and the array itself."""
+"""For each kind, the words of messages for what an array belongs to, and for the array itself."""
 
 
 def check_paths(

@@ -6,9 +6,9 @@ Each new content is called a generation. It is a folder inside the folder:
     generation-000005.draft/   the next one, while it is written and forced to the disk
 
 A rename makes a draft the newest generation, and then the older generation is deleted. A rename is
-atomic, so the newest generation is whole, whenever a process dies. If something cannot be deleted,
-a warning is logged, and deleting it is tried again with the next generation. Files of other names
-do not belong to jvpipe and are left alone.
+atomic, so the newest generation is whole whenever a process dies. If something cannot be deleted, a
+warning is logged, and the next save tries again to delete it. Files with other names do not belong
+to jvpipe and are left alone.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _log = logging.getLogger("jvpipe")
 _DIGESTS = "digests.json"
 _PREFIX, _DRAFT = "generation-", ".draft"
 _NAME = re.compile(_PREFIX + r"\d{6,}")
-_OURS = re.compile(_PREFIX + r"\d{6,}(\..*)?")  # drafts and half deleted generations as well
+_OURS = re.compile(_PREFIX + r"\d{6,}(\..*)?")  # also drafts and half-deleted generations
 
 
 class DamageError(ValueError):

@@ -18,8 +18,8 @@ class HeldError(ValueError):
 def held_folder(path: Path, holder: Path) -> Iterator[None]:
     """Makes a folder if there is none, and locks it while the context is open.
 
-    The system frees the lock however the process ends. At the end of the context, the folder is
-    removed if it was made here and is still empty.
+    The system frees the lock however the process ends. At the end of the context, the folder and
+    its parents are removed if they were made here and are still empty.
 
     Args:
         path: the folder.
@@ -39,7 +39,7 @@ def held_folder(path: Path, holder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # `descriptor` finds the folder also if it was moved
+            with suppress(OSError):  # `descriptor` finds the folder even if it was moved
                 os.unlink(holder.name, dir_fd=descriptor)
             with suppress(OSError):  # `rmdir` refuses a folder that is not empty
                 for folder in new_folders if place_of(path) == place else ():
@@ -75,9 +75,9 @@ def _write_holder(path: Path, descriptor: int, holder: Path) -> None:
     before = os.fstat(descriptor)
     process = f"process {os.getpid()}, started by {os.getppid()}"
     replace_bytes(holder, f"{process}, on {gethostname()}".encode())
-    # Writing the file has changed the folder's time of change, by which several hosts check that
-    # they see the same folder. Other hosts may still see the old time for a while, and would then
-    # refuse the folder as another one. Therefore the old time is set again.
+    # Writing the file has changed the folder's modification time, which several hosts compare to
+    # check that they see the same folder. Other hosts may still see the old time for a while, and
+    # would then take the folder for another one. So the old time is set again.
     with suppress(OSError):
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 

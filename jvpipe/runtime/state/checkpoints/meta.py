@@ -91,8 +91,8 @@ def check_state(meta: Mapping[str, Any]) -> None:
     """Raises ValueError unless `meta.json` has exactly the entries of a state, all valid."""
     compare(_WHERE, dict(meta), _STATE)
     words, key = meta["words"], meta["key"]
-    # The words are the integers of the run's random key. The shape of the key says how many they
-    # are. A run without a key has neither.
+    # The words are the integers of the run's random key. The shape of the key says how many there
+    # are. A run without a key has neither words nor a shape.
     fits = (words is None) == (key is None)
     if fits and key is not None:
         fits = len(words) == prod(key[0])

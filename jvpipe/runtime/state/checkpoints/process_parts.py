@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: each writes a part, the first makes a generation of the parts.
+"""Checkpoints of several processes: each writes a part, and the first makes the generation.
 
 A generation is the whole content of a checkpoint (`generations.py`). Each line shows what a process
 writes, from left to right. At each bar, the processes wait for each other:
@@ -125,8 +125,8 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
         "parts": {part.file: array_file.names_in(draft / part.file) for part in parts},
     }
     (draft / META).write_text(json.dumps(content))
-    # Each process has computed the digest of its own part, when the part was still in the system's
-    # cache. So the first process need not read the parts.
+    # Each process has computed the digest of its own part while the part was still in the system's
+    # cache. So the first process need not read whole parts.
     generations.finish_draft(draft, {part.file: part.digest for part in parts})
 
 
@@ -173,7 +173,7 @@ def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
         return act()
 
     # Damage is returned as a value. If it were raised, `together` would raise a Disagreement in the
-    # other processes, and not a DamageError.
+    # other processes instead of a DamageError.
     def read() -> T | DamageError:
         try:
             return act()

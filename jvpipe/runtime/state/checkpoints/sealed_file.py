@@ -11,7 +11,7 @@ from jvpipe.util.replaced_file import replace_text
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes entries and their digest as JSON; a crash leaves the whole old file or the new one."""
+    """Writes entries and their digest as JSON; a crash leaves the old or the new file whole."""
     sealed = {**content, "digest": _digest(content)}
     replace_text(path, json.dumps(sealed, indent=1) + "\n")
 

@@ -161,7 +161,7 @@ def _plain(dumped: Any) -> Any:
 
 
 def _class(name: str) -> type:
-    """Returns the class with a name, which must have been imported: nothing is imported here."""
+    """Returns the class of a name. Its module must have been imported, as none is imported here."""
     module, _, inside = name.partition(":")
     try:
         container = attrgetter(inside)(sys.modules[module])
