@@ -138,8 +138,8 @@ def _narrow(
         nearby = fewest[begin : g + window + 1]
         if fewest[g] > min(nearby):
             continue
-        # The position with the fewest values is cut; of several, that with the fewest bytes;
-        # if several are left, the last.
+        # The position with the fewest values is cut; of several, the one with the fewest bytes;
+        # of those that are left, the last.
         narrow = group[count[group] == fewest[g]]
         fewest_bytes = width[narrow].min()
         narrowest = narrow[width[narrow] == fewest_bytes]

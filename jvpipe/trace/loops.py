@@ -6,8 +6,8 @@ A loop's body is followed until the carry lies in the same way before and after 
              [sum, key]     after one iteration: its body adds a sum over examples to the zero
              [sum, key]     after another iteration: the carry lies as before, so this is the answer
 
-Every slice must run the same iterations and the same branches. So what decides about them may
-depend on no example.
+Every slice must run the same iterations and the same branches. So the values that decide them must
+not depend on any example.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Walk(Protocol):
         ...
 
     def refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
-        """Returns the error that an equation couples examples."""
+        """Returns the error for an equation that couples examples."""
         ...
 
 
@@ -173,7 +173,7 @@ def _joined(
     a: Lies,
     b: Lies,
 ) -> Lies:
-    """Returns how a value lies that is one of two: results of two iterations, or of two branches.
+    """Returns how the result of either of two iterations, or of either of two branches, lies.
 
     Args:
         walk: the walk around the loop.
@@ -181,8 +181,8 @@ def _joined(
         a: how the first of the two lies.
         b: how the second lies.
     """
-    # A loop often begins with zeros. They lie in every way: as an empty sum, or as a zero for
-    # each example.
+    # A loop often begins with zeros, which fit however the other value lies: they are an empty
+    # sum, or a zero for each example.
     if a.is_zero or b.is_zero:
         return a if b.is_zero else b
     if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):

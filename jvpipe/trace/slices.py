@@ -198,7 +198,7 @@ def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
     """Returns how the edges between layers lie.
 
     Raises:
-        CoupledError: slices would send another value than the whole micro-batch.
+        CoupledError: slices would not send the same values as the whole micro-batch.
     """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:

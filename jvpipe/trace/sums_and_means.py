@@ -167,10 +167,10 @@ def makes_zero(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
 
 
 def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
-    """Returns p such that n^p is a factor of an equation's result, n the number of examples.
+    """Returns p such that n^p is a factor of an equation's result, for n examples.
 
     Args:
-        eqn: an equation of which an operand has a part for each example.
+        eqn: an equation with an operand that has a part for each example.
         ins: how its operands lie.
 
     Returns:
