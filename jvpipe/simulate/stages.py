@@ -193,7 +193,7 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
 
 
 def _places(lists: TaskLists) -> tuple[int, ...]:
-    """Returns the device of each stage; a stage that is in no list has the device of its number."""
+    """Returns the device of each stage; a stage in no list has the device of its own number."""
     last = len(lists) - 1
     device_of: dict[int, int] = {}
     for d, tasks in enumerate(lists):

@@ -30,7 +30,7 @@ def is_key(value: Any) -> bool:
 
 
 def dtype_of(name: str) -> Any:
-    """Returns the dtype that has a name; it may be a type of keys.
+    """Returns the dtype with a given name, which may be a type of typed keys.
 
     >>> str(dtype_of("key<rbg>")), str(dtype_of("bfloat16"))
     ('key<rbg>', 'bfloat16')

@@ -92,7 +92,7 @@ def places_inside(
     layers: Iterable[int],
     seconds: Seconds,
 ) -> dict[int, list[CutPlace]]:
-    """Returns the places at which each of some layers can be cut, in their order in the layer.
+    """Returns for each of some layers the places at which it can be cut, in order.
 
     Args:
         traced: the model.

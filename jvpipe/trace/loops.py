@@ -146,7 +146,7 @@ def _settled(
     carry: Sequence[Lies],
     step: Callable[[list[Lies]], list[Lies]],
 ) -> tuple[list[Lies], list[Lies]]:
-    """Returns how a loop's carry lies once it no longer changes, and how the last results lie.
+    """Returns how a loop's carry lies once this no longer changes, and how the last results lie.
 
     The search ends because joining undoes nothing: roots are only added, and a value that has
     become mixed stays mixed.
@@ -173,7 +173,7 @@ def _joined(
     a: Lies,
     b: Lies,
 ) -> Lies:
-    """Returns how the result of either of two iterations, or of either of two branches, lies.
+    """Joins how two results lie: those of two iterations, or of two branches.
 
     Args:
         walk: the walk around the loop.

@@ -1,4 +1,4 @@
-"""How each value of a loss depends on the examples of a micro-batch, found by tracing at two sizes.
+"""Finds how each value of a loss depends on a micro-batch's examples, by tracing at two sizes.
 
 A slice is the part of a micro-batch that one replica of a stage computes. Each line below has an
 equation of the loss and says how its result lies over the examples:

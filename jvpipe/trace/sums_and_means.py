@@ -255,7 +255,7 @@ def reduced(
 
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-    """Returns how a result of several parts lies: as the parts do if they lie alike, else mixed."""
+    """Returns how a result made of several parts lies: as they do if they lie alike, else mixed."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
         chosen = ins[1:]
@@ -272,7 +272,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
 
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
-    """Tells whether an equation rounds: slices' rounded values do not add up to the whole's."""
+    """Tells whether an equation rounds, so that slices' results do not add up to the whole's."""
     is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":
