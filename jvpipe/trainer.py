@@ -1,6 +1,6 @@
 """What a pipeline does with its states: it makes, trains, reads and saves them.
 
-Pytrees are flattened here: the files below work with flat lists of arrays only.
+Pytrees are flattened here: the modules that it calls work only with flat lists of arrays.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,8 +66,8 @@ class Trainer:
 
         Args:
             params: a pytree of arrays, in which each `jvpipe.LazyArray` is read only when
-                it is placed; or a function `key -> params`, by which each leaf is made on
-                its own device.
+                it is placed; or a function `key -> params`, which makes each leaf on the
+                leaf's own device.
             batch: a batch, or its shapes.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
@@ -101,8 +101,8 @@ class Trainer:
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN;
                 `state` is not consumed.
-            MemoryLimitExceeded: a batch with other shapes than the batch of `init` exceeds
-                the limit; the error has a `smallest_limit_bytes`, and `state` is not
+            MemoryLimitExceeded: a batch whose shapes differ from those of the batch of `init`
+                exceeds the limit; the error has a `smallest_limit_bytes`, and `state` is not
                 consumed.
             StageError: this step or the one before it failed; `restore` makes the pipeline
                 usable again.
@@ -122,8 +122,8 @@ class Trainer:
         A state is valid until the next one is asked for. Under an asynchronous schedule,
         the pipeline stays full between steps, and the states are in flight: they hold
         micro-batches whose backwards have not run. Such a state can be saved, evaluated or
-        drained; its parameters are the newest of each layer. If a batch has other shapes
-        than the batch of `init`, the micro-batches in flight are finished first, and the
+        drained; its parameters are the newest of each layer. If the shapes of a batch are not
+        those of the batch of `init`, the micro-batches in flight are finished first, and the
         step ends with a flush.
 
         Args:
@@ -232,7 +232,7 @@ class Trainer:
             tree: the tree that `optimizer_state` returns, with changes.
 
         Raises:
-            ValueError: the tree has other leaves, shapes or types than this optimizer's state.
+            ValueError: the tree's leaves, shapes or types are not those of this optimizer's state.
         """
         check_arrays(tree, "leaf of the optimizer's state")
         leaves = self.session.trees.split_optimizer_state(self.session.compiled.optimizer, tree)

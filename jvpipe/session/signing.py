@@ -1,8 +1,8 @@
-"""Plans that keep the limits as the compiler of absent hardware compiles them.
+"""Plans that keep the memory limits even as the compiler of absent hardware compiles them.
 
 A compiled plan may hold more bytes than the planner counted. The planner is then asked again,
 until a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time,
-the bytes that the compiler has reported so far replace estimates of the planner. The planner
+the bytes that the compiler has reported so far replace the planner's estimates. The planner
 may still give the same plan again: the bytes over the limit then have a cause that the reports
 do not show. In this case, the limits that the planner sees are lowered by these bytes.
 """
@@ -41,8 +41,8 @@ from jvpipe.session.question import Question
 
 _log = logging.getLogger("jvpipe")
 Ask = Callable[[Said, tuple[int, ...]], Forecast]
-"""Asks planners. It is given the bytes of programs that the compiler has reported so far, and the
-limit of each device."""
+"""Asks planners, given the bytes of programs that the compiler has reported so far, and each
+device's limit."""
 
 
 def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ...]) -> Forecast:
@@ -124,7 +124,7 @@ class _SigningSearch:
             problem: has the true limits.
 
         Returns:
-            The bytes of its stages, and by how many bytes the largest excess is over a limit.
+            The bytes of its stages, and the most bytes by which a stage is over its limit.
         """
         question = forecast.question or self.question
         question = replace(question, microbatches=forecast.microbatches)
@@ -261,7 +261,7 @@ def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
 
 
 def _name_of(run: CompiledPlan, program: Program) -> str:
-    """Returns the name of the layer, or of the optimizer, to which a program belongs."""
+    """Returns the name of the layer that has a program, or "the optimizer"."""
     for programs in run.programs:
         for layer, layer_programs in zip(run.traced.graph.layers, programs, strict=True):
             keys = [forward_program(layer_programs).key, backward_program(layer_programs).key]

@@ -50,7 +50,7 @@ class Told:
     Args:
         seconds: the seconds of its layers and stages, by step.
         proposal: a new proposal; only the first process makes any.
-        how: in which way the process will make the migration proposed earlier; empty until ready.
+        how: how the process will make the migration proposed earlier; empty until it is ready.
         refusal: why the process cannot make that migration; empty if it can or is not ready.
     """
 
@@ -184,7 +184,7 @@ class Judge:
             self.ready = str(error) or type(error).__name__
 
     def refuse(self, plan: Plan) -> None:
-        """Tells the trigger not to ask again for a plan to which no migration is possible."""
+        """Tells the trigger not to ask again for a plan that no migration can reach."""
         if self._trigger is not None:
             self._trigger.refused |= {plan.cuts, self._asked}
         self._replaced = None

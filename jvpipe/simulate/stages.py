@@ -1,4 +1,4 @@
-"""Task lists of stages, as a graph for the simulator, by which planners predict seconds.
+"""Task lists of stages, as a graph for the simulator, with which planners predict seconds.
 
 A device has a list of tasks in the order in which it runs them, and each task names its stage. From
 the lists this module makes these tasks, for each stage and micro-batch:
@@ -14,7 +14,7 @@ the lists this module makes these tasks, for each stage and micro-batch:
 
 The replicas of a stage run in step, so a "device" here may be a group of devices at one place. If
 the machines of the devices are given, transfers between places and REDUCE occupy the networks of
-these machines, outgoing and incoming. Then transfers of several stages wait for each other.
+these machines, outgoing and incoming. Then transfers of different stages may wait for each other.
 
 The link between a device and its host carries OUT and IN, one at a time. If sends between devices
 pass through the host, this link carries them, too. Otherwise devices of neighboring stages have a
@@ -131,7 +131,7 @@ class StageWork:
         """The names of the resources, in the order of their numbers (see resources.py)."""
         devices = 1 + max(self.places)
         # The graph counts resources up to the last that a task occupies. All after the links are
-        # networks. Machines have two each, of which the last machine may use only the first.
+        # networks. Each machine has two, but tasks may use only the first of the last machine's.
         networks = max(0, self.work.resources - 4 * devices)
         return resource_names(self.stages, devices, machines=(networks + 1) // 2)
 
@@ -193,7 +193,7 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
 
 
 def _places(lists: TaskLists) -> tuple[int, ...]:
-    """Returns the device of each stage; a stage that is in no list has the device of its number."""
+    """Returns the device of each stage; a stage in no list has the device of its own number."""
     last = len(lists) - 1
     device_of: dict[int, int] = {}
     for d, tasks in enumerate(lists):

@@ -3,7 +3,7 @@
 A resource is anything that does one thing at a time: a device, a link, or several links that share
 their bandwidth. There are two kinds:
 
-    in order        serves tasks in the order of their numbers, as a device does that runs a list
+    in order        serves tasks in the order of their numbers, as a device runs a list
     by readiness    serves the task that became ready first, as a link does; of tasks that became
                     ready at the same time, the one with the lower number
 

@@ -81,7 +81,7 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """The seconds from the first start to the last end."""
+        """The seconds from 0, where the simulation begins, to the last end."""
         return float(self.ends_s.max(initial=0.0))
 
     @cached_property

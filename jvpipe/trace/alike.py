@@ -125,7 +125,7 @@ class Alike:
         return number
 
     def is_whole(self, atom: Atom) -> bool:
-        """Tells whether a variable or a constant holds whole numbers, also if its type is float."""
+        """Tells whether a variable or a constant holds whole numbers, even if its type is float."""
         return self.number(atom) in self._whole
 
     def _number(self, key: Hashable) -> int:

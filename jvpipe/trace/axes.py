@@ -7,9 +7,9 @@ the axes a and b by a reshape:
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
     [examples x tokens]    along axis 0          [tokens x examples]    along no axis
 
-Each class of primitives has a rule, which needs only the axes of the operands and the parameters of
-the equation. Equations without a rule are refused. To support another primitive, add it to a class
-in `_CLASSES`, or give it a case in `_followed` or `_moved`.
+Each class of primitives has a rule, which follows the operands' axes by the parameters and shapes
+of the equation. Equations without a rule are refused. To support another primitive, add it to a
+class in `_CLASSES`, or give it a case in `_followed` or `_moved`.
 """
 
 import math
@@ -23,7 +23,7 @@ from jvpipe._jax import JaxprEqn
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
 """The axis of the examples in each result, None if a result has no such axis. If the examples
-cannot be followed, a text that says why. An axis may be a numpy integer, as in vmap's parameters.
+cannot be followed, a text that says why. An axis may be a NumPy integer, as in vmap's parameters.
 """
 
 _CLASSES = {
@@ -95,7 +95,7 @@ def along_after(
     """Returns the axis of the examples in each result of an equation.
 
     Args:
-        eqn: an equation of which at least one operand has an axis of the examples.
+        eqn: an equation with at least one operand that has an axis of the examples.
         axes: the axis of the examples in each operand; None for operands without examples.
         grown: for each result, the axis whose size grows with the number of examples; None if no
             axis does.

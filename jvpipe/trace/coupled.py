@@ -19,7 +19,7 @@ class CoupledError(ValueError):
 
         Args:
             place: the layer that has the equation.
-            reason: a sentence that begins with the equation's name and says what it does.
+            reason: what the equation does, as a sentence that begins with the equation's name.
         """
         return CoupledError(
             f"{place} cannot be replicated: {reason}. "

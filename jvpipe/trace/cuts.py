@@ -1,4 +1,4 @@
-"""Finds the narrow positions in a model's list of equations, at which it is cut into layers.
+"""Finds the narrow positions in a model's list of equations, where it is cut into layers.
 
 A position is between two equations. A value is alive there if it is made before the
 position and read after it. A position is a good cut if few values are alive, because each
@@ -39,8 +39,8 @@ class LayerEffort:
         scales: pairs (window, skip), from the usual scale to the finest. A position is compared
             with `window` weighted operations to either side; a value that lives across more than
             `skip` weighted operations is a skip connection.
-        few_layers: a model with fewer layers is cut again at the next scale.
-        large_operations: a layer with more weighted operations is cut again if possible.
+        few_layers: a model with fewer layers than this is cut again at the next scale.
+        large_operations: a layer with more weighted operations than this is cut again, if possible.
         even: how finely the ways to cut a layer in two are compared. A way is better if its
             slower half takes a smaller fraction of the layer's seconds. If two fractions
             round to the same multiple of `even`, the way that sends fewer bytes is better.
@@ -138,8 +138,8 @@ def _narrow(
         nearby = fewest[begin : g + window + 1]
         if fewest[g] > min(nearby):
             continue
-        # The position with the fewest values is cut; of several, that with the fewest bytes;
-        # if several are left, the last.
+        # The position with the fewest values is cut; of several, the one with the fewest bytes;
+        # of those that are left, the last.
         narrow = group[count[group] == fewest[g]]
         fewest_bytes = width[narrow].min()
         narrowest = narrow[width[narrow] == fewest_bytes]

@@ -18,8 +18,9 @@ class BatchStatistics(NamedTuple):
     """The running statistics of each feature, and sums over the micro-batches of the current batch.
 
     They are a part of the model state. An evaluation normalizes with `mean` and `variance`. `total`
-    sums up values minus `mean`, and `squares` sums up the squares of these differences. If
-    values are far from zero, a sum of their own squares would lose the variance to rounding.
+    is the sum of values minus `mean`, and `squares` is the sum of the squares of these
+    differences. If values are far from zero, a sum of their own squares would lose the variance
+    to rounding.
 
     >>> BatchStatistics.of(3).variance.tolist()
     [1.0, 1.0, 1.0]

@@ -41,7 +41,7 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
         microbatches: the number of micro-batches of a batch.
 
     Returns:
-        The loss with more leaves of the model state, behind the user's. For each running
+        The loss with more leaves of the model state, after the user's. For each running
         statistic of a batch norm, these are a counter of the micro-batches so far and one
         leaf for each sum over them.
 

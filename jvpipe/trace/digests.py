@@ -1,4 +1,4 @@
-"""Digests of arrays and of jaxprs, by which processes check that they were given the same model.
+"""Digests of arrays and of jaxprs, for processes to check that they were given the same model.
 
 No digest depends on names of variables, on addresses in memory or on the order of sets. So digests
 may be compared between processes with different values of PYTHONHASHSEED.
@@ -37,7 +37,7 @@ def digest(content: str | bytes | memoryview) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Returns a text without the addresses that Python's names of functions contain.
+    """Returns a text without the addresses that Python writes into the names of functions.
 
     >>> without_addresses("<function f at 0x7f00>")
     '<function f>'
@@ -170,7 +170,7 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
 
 
 def _shown(eqn: JaxprEqn) -> str:
-    """Returns a description by which a person finds an equation: primitive, literals, results."""
+    """Returns a description that helps a person find an equation: primitive, literals, results."""
     numbers = [str(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
     results = ", ".join(str(var.aval) for var in eqn.outvars)
     return " ".join([eqn.primitive.name, *numbers, "to", results])

@@ -1,7 +1,7 @@
 """A user's loss as a flat function, which returns a list of arrays, and its jaxpr.
 
-The user's function gets a random key that is made from a seed. What it returns is taken apart into the
-loss, the model state and aux, and each of them is checked while the function is traced, so that an
+The user's function gets a random key that is made from a seed. What it returns is taken apart into
+the loss, the model state and aux. Each of them is checked while the function is traced, so that an
 error still shows the user's function.
 """
 
@@ -220,7 +220,7 @@ def _check_state(old: Tree, new: Tree) -> None:
 
 
 def _check_effects(closed: ClosedJaxpr) -> None:
-    """Checks that a loss makes no calls of the host that must run once, or in order."""
+    """Checks that a loss makes no calls to the host that must run exactly once, or in order."""
     for eqn in jaxprs.every(closed.jaxpr.eqns):
         name = eqn.primitive.name
         if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):

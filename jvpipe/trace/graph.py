@@ -42,7 +42,7 @@ class Traced:
         bodies: the equations of each layer.
         loss: the loss that was cut into these layers.
         cuts: positions among the main equations: a layer ends before each.
-        splits: further positions at which layers end, because the caller asked for them.
+        splits: further positions at which layers end because the caller asked for them.
     """
 
     graph: LayerGraph

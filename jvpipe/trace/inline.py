@@ -70,7 +70,7 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
 
 
 def merged_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a jaxpr with every call replaced by its body, also calls that the compiler keeps."""
+    """Returns a jaxpr with every call replaced by its body, even calls that the compiler keeps."""
     return inlined(closed, JITS | {"outlined": "jaxpr"})
 
 
@@ -100,7 +100,7 @@ def _made(value: _Value) -> Atom:
 class _Line:
     """The flat list of equations so far, and the constants that they read.
 
-    In its methods, `call` is the source location of the call that has an equation, and None outside
+    In its methods, `call` is the source location of the call around an equation, and None outside
     all calls. `source` is the location that new equations get.
     """
 
@@ -169,8 +169,8 @@ class _Line:
         constants = self._folded(eqn, atoms)
         if constants is not None:
             return constants
-        # An index into many keys becomes an operand. So layers that differ only in that index can
-        # share a program.
+        # An index into many keys becomes an operand, so that layers that differ only in that index
+        # can share a program.
         if picks_key(eqn):
             source = _jax.joined_source(call, eqn)
             return [self._traced(lambda keys: index_key(eqn, keys), atoms, source)]
@@ -247,7 +247,7 @@ class _Line:
             eqn: the scan.
             constants: what all iterations read.
             carry: what the first iteration reads from the one before.
-            xs: the arrays or stacks of which each iteration reads one slice.
+            xs: the arrays or stacks; each iteration reads one slice of each.
             source: the location that new equations get.
         """
         body, rows = eqn.params["jaxpr"], range(eqn.params["length"])

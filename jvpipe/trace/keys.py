@@ -30,7 +30,7 @@ def is_key(value: Any) -> bool:
 
 
 def dtype_of(name: str) -> Any:
-    """Returns the dtype of a name, also of a name of typed keys.
+    """Returns the dtype with a given name, which may be a type of typed keys.
 
     >>> str(dtype_of("key<rbg>")), str(dtype_of("bfloat16"))
     ('key<rbg>', 'bfloat16')

@@ -1,7 +1,7 @@
 """Cuts a layer in two if the layer is too large a part of a stage.
 
-The two halves must give results that are bitwise identical with the results of the whole
-layer. So a layer may be cut only at some places:
+The two halves must give results that are bitwise identical to those of the whole layer. So a
+layer may be cut only at some places:
 
 - Right before a product, with at least one product on either side. There XLA writes the
   values that cross the cut to memory in any case. In the forward these values are operands
@@ -9,7 +9,7 @@ layer. So a layer may be cut only at some places:
   not change what XLA computes, and two programs can give the same results as one.
   `jvpipe.programs.bit_equality` tests whether they do.
 - Not between two readers of a parameter. Each half would make a gradient of the parameter,
-  and adding the two gradients could round differently than the whole layer does.
+  and adding the two gradients could round differently from the whole layer.
 
 The choice depends only on the layer itself. So layers that are alike are cut alike, and no other
 layer changes.
@@ -92,7 +92,7 @@ def places_inside(
     layers: Iterable[int],
     seconds: Seconds,
 ) -> dict[int, list[CutPlace]]:
-    """Returns the places at which each of some layers can be cut, in their order in the layer.
+    """Returns for each of some layers the places at which it can be cut, in order.
 
     Args:
         traced: the model.

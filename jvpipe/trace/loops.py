@@ -6,8 +6,8 @@ A loop's body is followed until the carry lies in the same way before and after 
              [sum, key]     after one iteration: its body adds a sum over examples to the zero
              [sum, key]     after another iteration: the carry lies as before, so this is the answer
 
-Every slice must run the same iterations and the same branches. So what decides about them may
-depend on no example.
+Every slice must run the same iterations and the same branches. So the values that decide them must
+not depend on any example.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Walk(Protocol):
         ...
 
     def refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
-        """Returns the error that an equation couples examples."""
+        """Returns the error for an equation that couples examples."""
         ...
 
 
@@ -146,7 +146,7 @@ def _settled(
     carry: Sequence[Lies],
     step: Callable[[list[Lies]], list[Lies]],
 ) -> tuple[list[Lies], list[Lies]]:
-    """Returns how a loop's carry lies once it no longer changes, and how the last results lie.
+    """Returns how a loop's carry lies once this no longer changes, and how the last results lie.
 
     The search ends because joining undoes nothing: roots are only added, and a value that has
     become mixed stays mixed.
@@ -173,7 +173,7 @@ def _joined(
     a: Lies,
     b: Lies,
 ) -> Lies:
-    """Returns how a value lies that is one of two: results of two iterations, or of two branches.
+    """Joins how two results lie: those of two iterations, or of two branches.
 
     Args:
         walk: the walk around the loop.
@@ -181,8 +181,8 @@ def _joined(
         a: how the first of the two lies.
         b: how the second lies.
     """
-    # A loop often begins with zeros. They lie in every way: as an empty sum, or as a zero for
-    # each example.
+    # A loop often begins with zeros, which fit however the other value lies: they are an empty
+    # sum, or a zero for each example.
     if a.is_zero or b.is_zero:
         return a if b.is_zero else b
     if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):

@@ -9,7 +9,7 @@ Tree = Any
 
 
 class _MissingError(KeyError):
-    """A parameter that a loss reads is missing; a loss may handle it as any missing key."""
+    """A parameter that a loss reads is missing; the loss may handle this like any missing key."""
 
 
 class _Watched(dict[Any, Any]):

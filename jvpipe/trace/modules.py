@@ -39,7 +39,7 @@ def check_modules(params: Tree) -> None:
 
 
 def warn_of_statistics(trained: Sequence[str]) -> None:
-    """Warns if running statistics are trained, as if a user gives all of Linen's variables.
+    """Warns if running statistics are trained, as happens if a user gives all Linen variables.
 
     Args:
         trained: the paths of the parameters that the optimizer trains.

@@ -93,7 +93,7 @@ def normalized(
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether an equation is linear or a square: open values may go through no other."""
+    """Tells whether an equation is linear or a square: open values may go only through these."""
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True

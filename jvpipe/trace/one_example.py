@@ -72,7 +72,7 @@ def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
 
 
 def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields the equations with derivative rules, also from loops, but not those inside a rule."""
+    """Yields the equations with derivative rules, even from loops, but not those inside a rule."""
     for eqn in eqns:
         if eqn.primitive.name in RULES:
             yield eqn

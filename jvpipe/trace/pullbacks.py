@@ -19,7 +19,7 @@ def inexact(values: Sequence[Any]) -> list[int]:
 def pullback(
     eqn: JaxprEqn, moving: Sequence[int] | None = None
 ) -> tuple[ClosedJaxpr, Sequence[int]]:
-    """Returns the derivative of an equation, and the operands with respect to which it is taken.
+    """Returns the derivative of an equation, and the operands that it is taken with respect to.
 
     The first operands are arrays that the rule closes over. JAX refuses to differentiate with
     respect to them and does not say how many there are. So operands are left out from the front

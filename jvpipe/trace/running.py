@@ -76,7 +76,7 @@ class _MadeOf:
     inputs: frozenset[Var]
     eqns: frozenset[int]
     barrier: str | None = None
-    """What makes the value from single examples in another way than by a sum, for a message."""
+    """What, other than a sum, makes the value from single examples; for a message."""
 
 
 @dataclass(frozen=True)

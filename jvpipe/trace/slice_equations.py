@@ -207,7 +207,7 @@ def _equations(
     inputs: Sequence[Atom],
     outputs: Sequence[Var],
 ) -> Sequence[JaxprEqn]:
-    """Returns the equations by which a function makes output variables from inputs.
+    """Returns the equations with which a function makes output variables from inputs.
 
     Args:
         fn: the function, from arrays to an array.

@@ -1,9 +1,9 @@
 """Decides how leaves of aux and of the model state are made of the values of slices.
 
 A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown
-if the trace cannot tell how the slices' values give it. Such a leaf is reduced as the user
-chose, from the values that the loss itself computes on each slice. So slices leave the
-additions and maxima behind an unknown leaf as they are (`Said.plain`).
+if the trace cannot tell how it follows from the slices' values. Such a leaf is reduced as the
+user chose, from the values that the loss itself computes on each slice. So slices leave the
+additions and maxima that an unknown leaf is made of as they are (`Said.plain`).
 """
 
 from collections.abc import Collection, Mapping
@@ -141,7 +141,7 @@ def _is_unknown(lies: Lies) -> bool:
 
 
 def aux_group(graph: LayerGraph, index: int) -> int:
-    """Returns the number of the leaf of aux to which a value belongs.
+    """Returns the number of the leaf of aux that a value belongs to.
 
     After a `Weighted` leaf, which has two values, a value's number differs from its leaf's.
 

@@ -198,7 +198,7 @@ def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
     """Returns how the edges between layers lie.
 
     Raises:
-        CoupledError: slices would send another value than the whole micro-batch.
+        CoupledError: slices would not send the same values as the whole micro-batch.
     """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:
@@ -224,7 +224,7 @@ _LESS = " (weights that may add up to less than one take no max(weight, 1): give
 
 
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
-    """Returns the path of a leaf of aux twice: in JAX's notation, and as patterns name it."""
+    """Returns the path of a leaf of aux in two forms: JAX's notation, and as patterns name it."""
     group = aux_group(traced.graph, index)
     aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
     path = jax.tree_util.tree_leaves_with_path(aux)[group][0]

@@ -1,4 +1,4 @@
-"""How each value of a loss depends on the examples of a micro-batch, found by tracing at two sizes.
+"""Finds how each value of a loss depends on a micro-batch's examples, by tracing at two sizes.
 
 A slice is the part of a micro-batch that one replica of a stage computes. Each line below has an
 equation of the loss and says how its result lies over the examples:
@@ -10,9 +10,9 @@ equation of the loss and says how its result lies over the examples:
     max(x)                                     mixed: the results of the slices do not determine it
 
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
-results). A value of a single example must not be made from them: slices would compute another value
-than the whole micro-batch. The exception is a batch norm whose statistics the model state
-keeps: each replica normalizes by its own examples' statistics (`jvpipe.trace.normalized`).
+results). A value of a single example must not be made from them, because slices would not compute
+the same value as the whole micro-batch. The exception is a batch norm whose statistics the model
+state keeps: each replica normalizes by its own examples' statistics (`jvpipe.trace.normalized`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -82,7 +82,7 @@ class Spreading:
         fewer: the number of examples in the other trace. It is smaller if a slice is compared with
             its micro-batch; `jvpipe.trace.coupling` compares with a batch that is twice as large.
         remembered: the variables from which model state is made.
-        place_of: tells in which layer an equation is.
+        place_of: names the layer that an equation is in, for messages.
         lies_of: how each variable lies, as far as the equations have been followed.
         amended: the equations, by `id`, that slices change, and how.
         normalizing: the reductions over examples that a batch norm divides by.
@@ -128,8 +128,8 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values share a number in `Alike`, by which sum / count * count is known
-            # to be the sum. A `stop_gradient` that stops a gradient has its own number.
+            # Equal values share a number in `Alike`. These numbers show that sum / count * count
+            # is the sum. A `stop_gradient` that stops a gradient has its own number.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
@@ -271,7 +271,7 @@ class Spreading:
         return axis
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result lies that has the examples' axis though no operand has it.
+        """Returns how a result lies if it has the examples' axis and no operand has it.
 
         Args:
             eqn: the equation that makes the result.
@@ -313,7 +313,7 @@ class Spreading:
                 raise self.refused(eqn, _GIVES)
 
     def refused(self, eqn: JaxprEqn, why: str) -> CoupledError:
-        """Returns the error that an equation couples examples.
+        """Returns the error for an equation that couples examples.
 
         Args:
             eqn: the equation.

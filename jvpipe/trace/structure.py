@@ -36,7 +36,7 @@ class Structure:
             return True
         if not isinstance(other, Structure):
             return False
-        # Values are large, and most that differ have different hashes.
+        # Values are large, so their hashes, which usually differ if the values do, come first.
         return self._hash == other._hash and self._value == other._value
 
 

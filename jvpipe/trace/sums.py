@@ -1,4 +1,4 @@
-"""Moves a sum over a parameter, such as weight decay's, to a layer that reads the parameter anyway.
+"""Moves sums over parameters, as in weight decay, to layers that read these parameters anyway.
 
 If the last layer made all such sums, it would have to read every parameter of the model.
 

@@ -167,10 +167,10 @@ def makes_zero(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
 
 
 def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
-    """Returns p such that n^p is a factor of an equation's result, n the number of examples.
+    """Returns p such that n^p is a factor of an equation's result, for n examples.
 
     Args:
-        eqn: an equation of which an operand has a part for each example.
+        eqn: an equation with an operand that has a part for each example.
         ins: how its operands lie.
 
     Returns:
@@ -255,7 +255,7 @@ def reduced(
 
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-    """Returns how a result of several parts lies: as the parts do if they lie alike, else mixed."""
+    """Returns how a result made of several parts lies: as they do if they lie alike, else mixed."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
         chosen = ins[1:]
@@ -272,7 +272,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
 
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
-    """Tells whether an equation rounds: slices' rounded values do not add up to the whole's."""
+    """Tells whether an equation rounds, so that slices' results do not add up to the whole's."""
     is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":

@@ -13,8 +13,8 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     1      cpu:1  12 B
     """
     texts = [list(map(str, row)) for row in rows]
-    # A row may be shorter than others. `zip_longest` then fills its last columns with empty
-    # cells, and the `map` below stops where the row ends.
+    # A row may be shorter than others. `zip_longest` fills its last columns with empty cells,
+    # and the `map` below stops where the row ends.
     cells_below = zip_longest(*texts, fillvalue="")
     widths = [max(map(len, cells)) for cells in cells_below]
     lines = []

@@ -73,7 +73,7 @@ class DeviceGroup:
 if TYPE_CHECKING:
 
     class Device(Protocol):
-        """The members of `jax.Device`, which to type checkers is only a variable."""
+        """The members of `jax.Device`, which is only a variable to type checkers."""
 
         @property
         def id(self) -> int:
@@ -178,7 +178,7 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
 
 
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
-"""Types smaller than a byte, of which devices pack several into one."""
+"""Types smaller than a byte: devices pack several values into one byte."""
 
 
 @cache

@@ -51,7 +51,7 @@ def check_callback(on_step: Any) -> None:
     """Raises ValueError unless `on_step` is None or a function that can be called after a step."""
     if on_step is None:
         return
-    # A class can be called, too. But the call would only make an object, which nothing would use.
+    # A class can be called, too, but the call would only make an object that nothing uses.
     if not callable(on_step) or isinstance(on_step, type):
         raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
 

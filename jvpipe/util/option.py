@@ -27,13 +27,13 @@ EVERY = CALLS | COMMANDS
 Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
 """What an option is about, in the order of the help and of the page of options."""
 Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
-"""What a resumed run does with the value of an option in the run's folder (the old value), and with
-another value that the user gives now.
+"""What a resumed run does with an option's value in the run's folder (the old value), and with a
+new value that the user gives now.
 
-    "open"         keeps the old value, unless another is given
-    "fixed"        keeps the old value, and refuses another
-    "plans"        keeps the old value; another value leads to another plan
-    "start"        forgets the old value, since it held for one start of the run
+    "open"         keeps the old value, unless a new one is given
+    "fixed"        keeps the old value, and refuses a new one
+    "plans"        keeps the old value; a new one leads to another plan
+    "start"        forgets the old value, which was meant for one start of the run
     "processes"    as "start"; all processes of a start have the same value
     "own"          as "start"; each process may have a value of its own
 """
@@ -57,7 +57,7 @@ class PipelineOption:
     @property
     def flag(self) -> str:
         """The option's name on a command line."""
-        # The name of a field ends with `_` if it would otherwise be a word of Python, as `import_`.
+        # The name of a field ends with `_` if it would otherwise be a Python keyword: `import_`.
         words = self.name.strip("_").replace("_", "-")
         return f"--{words}"
 

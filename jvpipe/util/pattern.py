@@ -138,9 +138,9 @@ def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Patter
     """Returns a pattern that chooses between two patterns by a test of the data.
 
     Args:
-        test: tells by which pattern data are checked.
-        then: the pattern for data that pass the test.
-        other: the pattern for all other data.
+        test: tells whether data are checked by the first pattern.
+        then: the first pattern, for data that pass the test.
+        other: the second pattern, for all other data.
     """
 
     def check(where: str, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""Replaces a file as a whole: however the process ends, the file is the old or the new one."""
+"""Replaces a file as a whole: however the process ends, the old or the new file is there."""
 
 import os
 from pathlib import Path

@@ -30,7 +30,7 @@ def parse_bytes(size: int | str | None) -> int | None:
     """
     if size is None:
         return None
-    # In Python, True and False are the integers 1 and 0. As a size, they are mistakes.
+    # In Python, True and False are the integers 1 and 0, but as a size they are mistakes.
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES:
         return size
     match = _SIZE.fullmatch(str(size))

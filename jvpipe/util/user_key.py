@@ -1,4 +1,4 @@
-"""A secret key of the user, which lies in the user's home: what it signs was made by this user."""
+"""The user's secret key, kept in the user's home: what it signs was made by this user."""
 
 import hashlib
 import hmac

@@ -1,4 +1,4 @@
-"""Reads YAML, and says in which lines the names at the top level are."""
+"""Reads YAML, and says which lines the names at the top level are in."""
 
 import re
 from typing import Any
@@ -22,7 +22,7 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
         import yaml
 
     class Loader(yaml.SafeLoader):
-        # PyYAML would take the last of equal names without a word.
+        # If a name is given twice, PyYAML would silently take its last value.
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             first: dict[str, int] = {}
             for name, _ in node.value:
