@@ -6,7 +6,7 @@ The scale is kept with the parameters, because the backward reads it and the upd
     backward   begins with the scale as the loss's cotangent, in place of 1
     update     divides the gradients by the scale; if a gradient is not finite, no parameter changes
                and the scale is halved, but not below 1; after `growth_updates` updates in a row
-               with finite gradients the scale is doubled
+               with finite gradients the scale is doubled, as long as it stays finite
 
 A scale is a power of two. Multiplying and dividing by it changes only exponents, so results that
 neither vanish nor overflow are bitwise identical to those without a scale.
@@ -145,8 +145,9 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         inner = jax.tree.map(if_finite, inner, state.inner)
         count = if_finite(state.updates + 1, 0)
         grows = count >= growth_updates
-        grown = jnp.where(grows, scale * 2, scale)
-        halved = jnp.maximum(scale / 2, 1.0)
+        grown = jnp.where(grows & jnp.isfinite(scale * 2), scale * 2, scale)
+        # A scale that began below 1 stays as it is.
+        halved = jnp.maximum(scale / 2, jnp.minimum(scale, 1.0))
         change = if_finite(grown, halved) - scale
         # The pipeline adds the result to the parameters, so the scale's entry is a change, too.
         new_state = ScaledState(jnp.where(grows, 0, count), inner)

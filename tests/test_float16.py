@@ -73,6 +73,20 @@ def test_an_overflow_updates_nothing_and_halves_the_scale() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gradient", "scale", "expected"),
+    [(np.inf, 4.0, 2.0), (np.inf, 1.0, 1.0), (np.inf, 0.5, 0.5), (0.0, 2.0**127, 2.0**127)],
+)
+def test_the_scale_is_not_halved_below_one_nor_doubled_beyond_all_numbers(
+    gradient: float, scale: float, expected: float
+) -> None:
+    optimizer = jvpipe.float16.scaled(loss_fn, optax.sgd(0.1), growth_updates=1).optimizer
+    params = {"params": jnp.ones(2), "scale": jnp.float32(scale)}
+    gradients = {"params": jnp.full(2, gradient, jnp.float32), "scale": jnp.float32(0)}
+    changes, _ = optimizer.update(gradients, optimizer.init(params), params)
+    assert params["scale"] + changes["scale"] == expected
+
+
+@pytest.mark.parametrize(
     ("scale", "growth", "told"),
     [(3.0, 1, "power of two, not 3"), (0.0, 1, "not 0"), (2.0, 0, "growth_updates must be 1")],
 )

@@ -19,7 +19,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -225,18 +225,20 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
     def stuck(cells: Iterable[str]) -> ValueError:
         return ValueError(f"the CSV deadlocks: {', '.join(cells)} wait for ever")
 
-    may_run = partial(_may_run, last=last)
+    rank_of = {int(re.split(r"\D", cell)[0]): r for r, row in enumerate(rows) for cell in row}
+    may_run = partial(_may_run, last=last, rank_of=rank_of)
     for _ in _played(rows, may_run, stuck):
         pass
 
 
-def _may_run(cell: str, done: set[str], last: int) -> bool:
+def _may_run(cell: str, done: set[str], last: int, rank_of: Mapping[int, int]) -> bool:
     """Tells whether an action can run.
 
     Args:
         cell: the action, such as 0SEND_F0.
         done: the actions that have run.
         last: the number of the last stage.
+        rank_of: the rank of each stage.
     """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
     assert match
@@ -254,16 +256,11 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
         case "RECV_B":
             waits_for = {f"{s + 1}SEND_B{m}"}
         case "F" if s > 0:
-            waits_for = {
-                f"{s}RECV_F{m}",
-                f"{s - 1}F{m}",
-            }
+            is_beside = rank_of[s - 1] == rank_of[s]
+            waits_for = {f"{s - 1}F{m}"} if is_beside else {f"{s}RECV_F{m}"}
         case "B" | "I" if s < last:
-            waits_for = {
-                f"{s}RECV_B{m}",
-                f"{s + 1}B{m}",
-                f"{s + 1}I{m}",
-            }
+            is_beside = rank_of[s + 1] == rank_of[s]
+            waits_for = {f"{s + 1}B{m}", f"{s + 1}I{m}"} if is_beside else {f"{s}RECV_B{m}"}
         case "B" | "I":
             waits_for = {f"{s}F{m}"}
         case _:

@@ -152,10 +152,13 @@ class Judge:
                         self._parts.setdefault(step, []).append(part)
                 complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
                 for step in sorted(complete):
-                    self._judge(self.plans[step], all_of(self._parts[step]), compiled)
-                    # This step and those before it are not looked at again.
+                    plan, parts = self.plans[step], self._parts[step]
+                    # This step and those before it are not looked at again, even if judging fails.
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
-                    self.plans = {s: plan for s, plan in self.plans.items() if s > step}
+                    # The training adds plans meanwhile, so none but these are touched.
+                    for done in [s for s in list(self.plans) if s <= step]:
+                        del self.plans[done]
+                    self._judge(plan, all_of(parts), compiled)
         except Exception:
             if not program_ends():
                 _log.exception("what steps took could not be judged")

@@ -171,6 +171,11 @@ WRONG = [
         "0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
         "the CSV deadlocks: 0RECV_B0, 1RECV_F0 wait for ever",
     ),
+    (
+        "torch-csv",
+        "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n",
+        "the CSV deadlocks: 0RECV_B0, 1F0 wait for ever",
+    ),
     ("torch-csv", "0F0,0SEND_F0,0B0\n1F0,1B0\n", "must send and receive other values"),
     ("torch-csv", "0F0,0Q0\n", "'0Q0' is not an action of torch's"),
     (

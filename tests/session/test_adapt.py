@@ -11,13 +11,16 @@ import pytest
 import jvpipe
 from jvpipe.cost import measure
 from jvpipe.ir.buffers import HOST
-from jvpipe.planners.replanning import Seen
+from jvpipe.ir.plan import Plan
+from jvpipe.planners.replanning import Rule, Seen
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.session import adapt
+from jvpipe.session.trigger import Judge, Told
 from tests.end_to_end.test_exactness import batch_of
 from tests.grid import grid
 from tests.runtime.test_migrate import MICRO, assert_same, pipeline, started
+from tests.session.tiny import begun
 from tests.zoo import CASES, Case
 
 HOME = jvpipe.Plan.from_cuts([3, 2])
@@ -203,3 +206,23 @@ def test_real_seconds_are_read_beside_a_run() -> None:
         start, expected = plain.step(start, batch_of(m, MICRO))
         np.testing.assert_array_equal(metrics["loss"], expected["loss"])
     pipe.session.adapter.wait()
+
+
+def test_a_step_that_cannot_be_judged_does_not_come_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, _ = begun(2)
+    session = pipe.session
+    judge = Judge(Rule(), session.compiled_plans, session.limits)
+    judge.plans |= dict.fromkeys((1, 2), pipe.plan)
+    judged = []
+
+    def fails(plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
+        judged.append(plan)
+        raise RuntimeError("a plan could not be counted")
+
+    monkeypatch.setattr(judge, "_judge", fails)
+    for step in (1, 2):
+        judge.decide([Told({step: Seen([1.0] * 3, [0.0] * 2)}, None, "", "")], session.compiled)
+    assert len(judged) == 2
+    assert not judge.plans

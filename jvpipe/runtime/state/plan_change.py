@@ -33,12 +33,16 @@ class PlanChange:
 
     def __str__(self) -> str:
         moves = [f"{layer} from {a} to {b}" for layer, a, b in self.layers]
-        moved = ", ".join(moves)
+        ending = "only fates changed"
+        if moves:
+            ending = f"layers {', '.join(moves)}"
+        elif self.old.cuts != self.new.cuts:
+            ending = "no layer changes its device"
         return (
             f"step {self.step}, micro-batch {self.microbatch}: {self.why}; "
             f"cuts {list(self.old.cuts)} to {list(self.new.cuts)}, "
             f"{self.moved_bytes:,} bytes moved {self.how}; "
-            f"{f'layers {moved}' if moved else 'only fates changed'}"
+            f"{ending}"
         )
 
 
