@@ -137,7 +137,9 @@ def _begun(
         frozen = [i for i, matched in enumerate(matches) if matched]
         joined = stacks.join(shapes, lambda *slices: slices[0])
         first = stacks.split_like(shapes, _kept(joined, init(_seen(params, frozen))))
-    leaves = jax.tree.leaves(first)
+    both = zip(jax.tree.leaves(first), cut.state, strict=True)
+    # The run, too, begins with types that no update changes.
+    leaves = [x if x.dtype == s.array.dtype else x.astype(s.array.dtype) for x, s in both]
     of_layers = {(j, layer): leaves[j] for j, layer in cut.holders if layer is not None}
     first_version = min((use.version for use in versions.uses()), default=0)
     return Replay(

@@ -403,3 +403,19 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_not_replayed_with_a_fresh_optim
     ran(pipe, state, batches)
     with pytest.raises(ValueError, match="resumed from a checkpoint"):
         jvpipe.replay(pipe.ledger, pipe, before, batches, None)
+
+
+def test_an_optimizer_whose_first_update_changes_a_type_is_replayed() -> None:
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), params)
+
+    def update(grads: Any, moments: Any, params: Any = None) -> tuple[Any, Any]:
+        moments = jax.tree.map(lambda g, m: g + 0.5 * m.astype(jnp.float32), grads, moments)
+        return jax.tree.map(lambda m: -0.1 * m, moments), moments
+
+    m = CASES["mlp"]()
+    optimizer = optax.GradientTransformation(init, update)
+    pipe = pipeline(m, SCHEDULES["pipedream"], jvpipe.Plan.from_cuts([3, 2]), optimizer)
+    batches = batches_of(m, 2)
+    state = ran(pipe, pipe.init(m.params, batches[0], None), batches)
+    assert_same(pipe.params(state), jvpipe.replay(pipe.ledger, pipe, m.params, batches, None)[0])
