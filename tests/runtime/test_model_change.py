@@ -543,3 +543,16 @@ def test_what_stays_may_be_copied_to_other_places_while_the_rest_leaves_first(
     state = pipe.update_model(state, loss_of(names), params_of(names))
     assert pipe.session.model_history[-1].how == "by host"
     assert stepped(pipe, state, batches())[1] == expected
+
+
+def test_the_optimizer_s_state_on_the_host_counts_while_models_change() -> None:
+    options: dict[str, Any] = {"state_fates": {"*": "swap"}, "optimizer": optax.adamw(1e-2)}
+    pipe, state = started(**options)
+    pipe.update_model(state, loss_of(B), params_of(B))
+    peak = pipe.ledger.host_peak_bytes
+    pipe, state = started(host_memory_limit=peak, **options)
+    pipe.update_model(state, loss_of(B), params_of(B))
+    assert pipe.ledger.host_peak_bytes == peak
+    pipe, state = started(host_memory_limit=peak - 1, **options)
+    with pytest.raises(MemoryLimitExceeded, match=f"the host would hold {peak:,} bytes"):
+        pipe.update_model(state, loss_of(B), params_of(B))

@@ -184,11 +184,13 @@ class ModelSwitch:
             peak_bytes = max(before[d], staying[d] + arriving[d] + spare[d])
             holders = (("the model before", staying[d]), ("what arrives", arriving[d]))
             peaks.append(Peak(peak_bytes, None, holders))
-        return (*peaks, self._host_peak)
+        # The optimizer's state may lie on the host, too.
+        state_bytes = max(before[HOST], staying[HOST] + arriving[HOST])
+        return (*peaks, self._passing.beside("the optimizer's state", state_bytes))
 
     @property
-    def _host_peak(self) -> Peak:
-        """The bytes on the host during the change, without arrays that were parked before it."""
+    def _passing(self) -> Peak:
+        """The bytes that only the change brings to the host: arrays that are parked, or that move."""
         origins = self.origins
         waiting = 0
         if self.by_host:
@@ -218,7 +220,7 @@ class ModelSwitch:
         # In a change by host, `_leave` deletes arrays that move, so they are copied first.
         leaving = origins.copied & set(origins.leaving)
         on_host = {i: to_host(arrays[i]) for i in leaving if self.by_host}
-        ledger.hold(HOST, self.peaks[HOST].bytes)
+        ledger.hold(HOST, self._passing.bytes)
         try:
             if self.by_host:
                 self._leave(arrays, ledger)
@@ -254,7 +256,7 @@ class ModelSwitch:
         before = self.origins.parked
         after = self.origins.parked_after
         now_parked = parked_bytes(after) - parked_bytes(before)
-        ledger.drop(HOST, self.peaks[HOST].bytes - now_parked)
+        ledger.drop(HOST, self._passing.bytes - now_parked)
         for identity in before.keys() - after.keys():
             del before[identity]
         before.update(leaves)
