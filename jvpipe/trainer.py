@@ -30,7 +30,7 @@ def _check_given(
     """Raises ValueError for arguments of `init` that cannot be used.
 
     Args:
-        params: as the user gave them, like the other trees.
+        params: the tree as the user gave it; so are the other trees.
         rng: the key of the run.
         model_state: the model state.
         has_state: whether the loss has a model state.
@@ -129,7 +129,7 @@ class Trainer:
         Args:
             state: the state to begin with, which is consumed.
             batches: an iterable of batches.
-            num_steps: how many steps to make; unless given, one for each batch.
+            num_steps: how many steps to run; by default one per batch.
             on_step: a function that is called with the state and the metrics of each step as
                 soon as the step is dispatched; reading a metric there waits for the step.
         """
@@ -157,7 +157,7 @@ class Trainer:
         return self.session.wait(state)
 
     def evaluate(self, state: State, batch: Tree, params: Tree | None = None) -> Metrics:
-        """Computes the metrics of a batch by forwards only, without changing the state.
+        """Computes a batch's metrics with forwards only, and leaves the state as it is.
 
         Args:
             state: its newest parameters and model state are used.
@@ -168,7 +168,7 @@ class Trainer:
         Raises:
             ValueError: `params` are not like those of the pipeline.
             MemoryLimitExceeded: the evaluation exceeds the limit.
-            StageError: the evaluation failed; the state is whole.
+            StageError: the evaluation failed; the state is valid.
         """
         self.session.check_state(state)
         check_arrays(params, "parameter")

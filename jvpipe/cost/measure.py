@@ -290,7 +290,7 @@ def _measured_options(
     signatures = [programs.signature for programs in kept["all"]]
     inputs = own_inputs(traced.graph, signatures)
     options = layer_options(traced, inputs, recomputed, calibrations)
-    # Equal layers share an object of programs. Its id is their key, so they are compiled once.
+    # Equal layers share a `LayerPrograms`, whose id is their key, so they are compiled once.
     alike = [id(programs) for programs in nothing]
     return with_compiled_bytes(traced, options, alike, store, device)
 
@@ -322,7 +322,7 @@ def _estimated(
     by the roofline's.
 
     Args:
-        store: the store that compiles programs, to report their temporary bytes.
+        store: compiles the programs, to learn their temporary bytes.
         device: the device that would run them.
         runs: the programs that were run.
         programs: all programs with their jaxprs, by key.
@@ -368,7 +368,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
 def _needed_bytes(needs: Any) -> int:
     """Counts the bytes of a program while it runs: arguments, results and temporaries.
 
-    A result in the memory of an argument counts once.
+    A result that reuses an argument's memory counts once.
     """
     arrays_bytes = needs.argument_size_in_bytes + needs.output_size_in_bytes
     return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
@@ -405,7 +405,7 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
             kept[i] = jax.device_put(example, device)
     runs_s, processor_s = list[float](), list[float]()
     while len(runs_s) <= MEASURING.runs:
-        # A long program runs only three times, the first of which warms up.
+        # A long program runs only three times, and the first run is a warm-up.
         if len(runs_s) >= 3 and sum(runs_s) >= MEASURING.runs * MEASURING.long_s:
             break
         inputs = [

@@ -118,14 +118,14 @@ def outline_for(plan: Plan) -> Outline:
 
 
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
-    """Returns the task lists of one step that an export of a plan writes.
+    """Returns one step's task lists, as an export of a plan has them.
 
     Other systems update once per step. So a plan whose schedule is asynchronous (it updates within
     a step) is exported as 1F1B, and `losses` reports this. A plan without a schedule is exported as
     1F1B, too.
     """
     schedule = rule_named(plan.schedule or "1f1b")
-    # Asynchronous schedules need several versions of weights, which no other system keeps.
+    # Asynchronous schedules need several versions of weights, which none of these systems keeps.
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
     return lists_of(plan, schedule, microbatches)
@@ -163,7 +163,7 @@ def ranks_of(lists: TaskLists) -> dict[int, int]:
     """Returns, for each stage, its rank: the number of the task list that runs the stage.
 
     Raises:
-        ValueError: a stage is in several lists, or the stages are not numbered without gaps.
+        ValueError: a stage is in several lists, or the numbers of the stages have gaps.
     """
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
@@ -254,7 +254,7 @@ def losses(
 
 
 def _not_kept(fates: Mapping[str, Fate]) -> dict[str, Fate]:
-    """Returns the fates of values that are not simply kept, which needs no fate."""
+    """Returns the fates other than KEEP, which no fate means, too."""
     return {name: fate for name, fate in fates.items() if fate != Fate.KEEP}
 
 

@@ -1,4 +1,4 @@
-"""Explains in words why each place of a pipeline has as many devices as it has.
+"""Explains in words why each place of a pipeline has its number of devices.
 
 A place is a position along the pipeline; its devices are replicas, which share each micro-batch. A
 shape says which devices each place has.
@@ -98,7 +98,7 @@ def _not_work(
     problem: Problem,
     stages: Sequence[StageCost],
 ) -> str:
-    """Says how much of a step is not work: the longest all-reduce, and idle time."""
+    """Says how much of a step is overhead: the longest all-reduce, and idle time."""
     longest_s = max(stage.reduce_s for stage in stages)
     idle = simulated_bubble_fraction(problem, stages, shapes.devices)
     reduced = f"all-reduces of up to {1e3 * longest_s:.2f} ms, " if longest_s else ""

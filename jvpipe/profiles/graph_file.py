@@ -20,7 +20,7 @@ _LINE = re.compile(r"^\s*node\S* --", re.MULTILINE)
 def read_graph(path: str | Path) -> GraphFile:
     """Reads a graph file of either format.
 
-    Each node of the forward becomes a layer. The layers are in a topological order in which nodes
+    Each forward node becomes a layer. The layers are in a topological order in which nodes
     that must share a device are as close together as possible. If the next layer may be one of
     several nodes, it is the one with the lowest id.
 

@@ -49,7 +49,7 @@ class Output:
 
     Attributes:
         atom: the value.
-        home: where it is needed; "everywhere" means wherever a copy of it lies.
+        home: where it is needed; "everywhere" means wherever it has a copy.
         slot: its name.
     """
 
@@ -60,7 +60,7 @@ class Output:
 
 @dataclass(frozen=True)
 class VariablePlaces:
-    """The place of every variable, and the scans that have to be split first, by position."""
+    """The place of each variable, and the scans to split first, by the index of their equation."""
 
     places: Mapping[Var, Place]
     splits: Mapping[int, SplitScan]

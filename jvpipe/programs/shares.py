@@ -57,7 +57,7 @@ def packed(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     """
     loads = [(0, 0)] * replicas
     replica_of = [0] * len(sizes)
-    # Ties are broken by the numbers of layers and of replicas, so that all processes pack alike.
+    # Ties go to the lowest layer and the lowest replica, so that all processes pack alike.
     largest_first = sorted(
         enumerate(sizes),
         key=lambda item: item[1],

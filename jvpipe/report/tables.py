@@ -65,7 +65,7 @@ def comparison(rows: Iterable[Sequence[str]]) -> Table:
 
 def printed(show: Callable[[Console], None]) -> str:
     """Returns what `show` prints, as text without colors."""
-    # Without `force_jupyter`, rich would show the text in a notebook in place of returning it.
+    # Without `force_jupyter`, rich would show the text in a notebook instead of returning it.
     console = Console(width=160, color_system=None, force_jupyter=False)
     with console.capture() as captured:
         show(console)

@@ -12,7 +12,7 @@ from jvpipe.trace.flatten import flatten
 
 
 def inexact(values: Sequence[Any]) -> list[int]:
-    """Returns the positions of values that have a derivative."""
+    """Returns the positions of values of inexact type."""
     return [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
 
 
@@ -21,7 +21,7 @@ def pullback(
 ) -> tuple[ClosedJaxpr, Sequence[int]]:
     """Returns the derivative of an equation, and the operands that it is taken with respect to.
 
-    The first operands are arrays that the rule closes over. JAX refuses to differentiate with
+    The first operands may be arrays that the rule closes over. JAX refuses to differentiate with
     respect to them and does not say how many there are. So operands are left out from the front
     until JAX accepts the rest.
 

@@ -409,8 +409,8 @@ def test_an_optimizer_whose_first_update_changes_a_type_is_replayed() -> None:
     def init(params: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), params)
 
-    def update(grads: Any, moments: Any, params: Any = None) -> tuple[Any, Any]:
-        moments = jax.tree.map(lambda g, m: g + 0.5 * m.astype(jnp.float32), grads, moments)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moments = jax.tree.map(lambda g, m: g + 0.5 * m.astype(jnp.float32), updates, state)
         return jax.tree.map(lambda m: -0.1 * m, moments), moments
 
     m = CASES["mlp"]()
