@@ -103,7 +103,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
         plans = rough_plans(shapes)
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # Of shapes that differ only in which devices a stage has, the first is kept.
+            # If shapes differ only in which devices a stage has, the first is kept.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)

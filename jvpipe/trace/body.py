@@ -129,7 +129,7 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
     """Returns the boolean mask that random bits become; the bits, if anything else is made of them.
 
-    A mask takes one byte per element where the bits take four. The bits are followed only through
+    A mask takes one byte per element where random bits take four. They are followed only through
     cheap equations, and only while a single equation reads each result.
     """
     current = bits

@@ -420,5 +420,5 @@ def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
 
 
 def _undivided(lies: Lies) -> Lies:
-    """Forgets what a value was divided by: `Alike` numbers the values of each body anew."""
+    """Forgets what a value was divided by: each body has an `Alike` of its own."""
     return replace(lies, divisor=None)

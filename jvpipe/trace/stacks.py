@@ -52,7 +52,7 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks among the parameters: the number of slices of each leaf; None if it is no stack.
+    """The stacks among the parameters: the number of slices of each leaf; None for other leaves.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))

@@ -19,7 +19,7 @@ def agree_on_given(
     """Makes sure that all processes give `init` the same values.
 
     Every byte of parameters and model state is compared. If a function makes the parameters,
-    the equations of the function are compared. Of the batch, the shapes are compared, and
+    the equations of the function are compared. For the batch, the shapes are compared, and
     also the bytes of each leaf that all processes give as an array. Batches of later steps are
     not compared, because reading them in full would take longer than some steps.
 
