@@ -134,12 +134,21 @@ def _digest(numbers: Sequence[float]) -> str:
     return hashlib.sha256(json.dumps(list(map(float, numbers))).encode()).hexdigest()
 
 
+def usable_cores() -> int:
+    """Returns how many cores this process may use.
+
+    Only Linux tells which cores these are. Elsewhere all cores of the machine count.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def surroundings(device: Device) -> str:
     """Returns what a program's seconds depend on: devices, cores, flags and versions, as a text."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = (
         os.environ.get("NPROC", ""),
-        str(usable),
+        str(usable_cores()),
         os.environ.get("XLA_FLAGS", ""),
     )
     kind = (

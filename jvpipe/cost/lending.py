@@ -5,7 +5,6 @@ to the others. Devices of other kinds share nothing.
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import jax
 
 from jvpipe._jax import Device, is_own
-from jvpipe.cost.archive import Archive, surroundings
+from jvpipe.cost.archive import Archive, surroundings, usable_cores
 from jvpipe.cost.example_inputs import example_of
 from jvpipe.cost.measuring_effort import MEASURING
 from jvpipe.programs.store import Program, ProgramStore
@@ -46,10 +45,7 @@ def devices_per_core(devices: Sequence[Device]) -> float:
         devices: the devices of the pipeline, of which only the CPU devices of this process count.
     """
     sharing = sum(device.platform == "cpu" and is_own(device) for device in devices)
-    # Only Linux tells which cores a process may use. Elsewhere all cores of the machine count.
-    if hasattr(os, "sched_getaffinity"):
-        return sharing / len(os.sched_getaffinity(0))
-    return sharing / (os.cpu_count() or 1)
+    return sharing / usable_cores()
 
 
 def measured_lending(

@@ -82,6 +82,20 @@ class Operation:
     examples: Examples | None = None
 
 
+def reducing_copies(replicas: int) -> int:
+    """Counts the copies of a layer's gradients that adding them up takes beside a device's own.
+
+    Gradients are added up in the order of the replicas, at the replica that updates the layer:
+
+        at replica 1    own g1    beside it: g0, and the sum g0 + g1
+        at replica 2    own g2    beside it: g0, g1, and the sum g0 + g1
+
+    >>> [reducing_copies(replicas) for replicas in (1, 2, 3, 8)]
+    [0, 2, 3, 3]
+    """
+    return min(replicas, 3) if replicas > 1 else 0
+
+
 def summed(
     graph: LayerGraph,
     layer: int,

@@ -31,7 +31,7 @@ from jvpipe.ir.rows import LayerRun, StateRun
 from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.exchange import Exchange
 from jvpipe.lowering.layout import MicrobatchLayout
-from jvpipe.lowering.operation import Delivery, Operation, Write, summed
+from jvpipe.lowering.operation import Delivery, Operation, Write, reducing_copies, summed
 from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import Slice
 
@@ -116,13 +116,8 @@ class Slicing(Exchange):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts the bytes that adding up a layer's gradients takes, besides those of one replica.
-
-        With two replicas it is twice the bytes of the layer's gradients: once for those of the
-        other replica, and once for the sums. With more, the first REDUCE may need those of two
-        other replicas.
-        """
-        copies = min(len(self.where.slices(layer)), 3)
+        """Counts the bytes that adding up a layer's gradients takes beside one replica's own."""
+        copies = reducing_copies(len(self.where.slices(layer)))
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
         arrays = [self.graph.parameters[p].array for p in trained]

@@ -20,6 +20,7 @@ from jaxtyping import Float
 
 from jvpipe.cost.costs import Costs, bounds_inside
 from jvpipe.cost.hardware import Link
+from jvpipe.lowering.operation import reducing_copies
 from jvpipe.planners.model.crossings import Crossings
 from jvpipe.planners.model.grids import (
     OverJ,
@@ -33,7 +34,7 @@ from jvpipe.planners.model.grids import (
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shared_state import surely_spared_bytes
 from jvpipe.planners.model.spans import Cuts, Grid, Hops
-from jvpipe.planners.model.stage_bytes import on_device_bytes, reducing_copies
+from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 ROWS_AT_ONCE = 256
 """For models of at most this many layers, `Segments.row` makes all rows of a stage at once.

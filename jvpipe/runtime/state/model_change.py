@@ -189,12 +189,16 @@ class ModelSwitch:
         return (*peaks, self._passing.beside("the optimizer's state", state_bytes))
 
     @property
+    def _waiting(self) -> frozenset[int]:
+        """The old model's buffers that wait on the host, because they leave before they arrive."""
+        origins = self.origins
+        return origins.copied.intersection(origins.leaving) if self.by_host else frozenset()
+
+    @property
     def _passing(self) -> Peak:
         """The bytes that only the change brings to the host: arrays that are parked, or that move."""
         origins = self.origins
-        waiting = 0
-        if self.by_host:
-            waiting = sum(self._old.persistent[i].bytes for i in origins.copied)
+        waiting = sum(self._old.persistent[i].bytes for i in self._waiting)
         parks = parked_bytes(origins.parks)
         holders = (("what is to be parked", parks), ("what moves", waiting))
         return Peak(parks + waiting, None, holders)
@@ -218,8 +222,7 @@ class ModelSwitch:
         for identity, x in origins.parks.items():
             leaves[identity] = x if isinstance(x, Away) else to_host(arrays[x])
         # In a change by host, `_leave` deletes arrays that move, so they are copied first.
-        leaving = origins.copied & set(origins.leaving)
-        on_host = {i: to_host(arrays[i]) for i in leaving if self.by_host}
+        on_host = {i: to_host(arrays[i]) for i in self._waiting}
         ledger.hold(HOST, self._passing.bytes)
         try:
             if self.by_host:
