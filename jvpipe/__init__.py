@@ -12,7 +12,8 @@ from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.state.checkpoints.checkpoint import checkpoint_extra
 from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
-from jvpipe.session.forecasts import Forecast, plan_for
+from jvpipe.session.forecast import Forecast
+from jvpipe.session.forecasts import plan_for
 from jvpipe.trace.deferred import BatchStatistics, deferred_batch_norm
 
 __version__ = "0.1.0"

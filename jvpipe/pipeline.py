@@ -23,11 +23,12 @@ from jvpipe.runtime.engine.training_state import State
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import check_loss, checked_moment, checked_plan
 from jvpipe.session.checked_settings import settings_of
-from jvpipe.session.options import PIPELINE, checked
+from jvpipe.session.options import checked
 from jvpipe.session.session import Session, switch_model
 from jvpipe.session.trigger import checked_rule
 from jvpipe.trainer import Trainer
 from jvpipe.util.given import checked_flag
+from jvpipe.util.option import PIPELINE
 
 Tree = Any
 

@@ -7,7 +7,7 @@ from jvpipe.exports.beside import judged
 from jvpipe.exports.stack import Layout, stack_of, stacked_plan
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
-from jvpipe.session.forecasts import Forecast
+from jvpipe.session.forecast import Forecast
 
 STAGES, MICROBATCHES, BATCH_SIZE = 4, 8, 8
 WORKLOADS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -7,7 +7,7 @@ from jvpipe.exports.format import losses, outline_for
 from jvpipe.exports.formats import FORMATS
 from jvpipe.ir.plan import Plan
 from jvpipe.schedules import SCHEDULES
-from jvpipe.session.forecasts import Forecast
+from jvpipe.session.forecast import Forecast
 
 STAGES, MICROBATCHES = 2, 4
 WORDS = {

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from jvpipe.ir.layers import Layer
 from jvpipe.trace import jaxprs
-from jvpipe.trace.graph import Body, Traced, array_of
+from jvpipe.trace.body import Body
+from jvpipe.trace.graph import Traced, array_of
 from jvpipe.trace.primitives import flops, is_heavy
 
 

@@ -25,11 +25,11 @@ from jvpipe.cost.presets import PRESETS
 from jvpipe.papers.registry import PLANNERS
 from jvpipe.report.trackers import find_tracker
 from jvpipe.schedules import SCHEDULES
-from jvpipe.session.options import PipelineOptions, options_of
+from jvpipe.session.options import PipelineOptions
 from jvpipe.util.brief import brief
 from jvpipe.util.extras import MissingExtraError
 from jvpipe.util.names import did_you_mean
-from jvpipe.util.option import Group, PipelineOption
+from jvpipe.util.option import Group, PipelineOption, options_of
 from jvpipe.util.yaml_text import read_yaml
 
 _WORDS = {

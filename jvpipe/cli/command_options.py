@@ -22,7 +22,7 @@ from jvpipe.session.arguments import (
     read_whole_numbers,
     whole_number,
 )
-from jvpipe.session.options import PipelineOptions, Taker, option, options_of
+from jvpipe.session.options import PipelineOptions
 from jvpipe.util.given import (
     checked_address,
     checked_fields,
@@ -30,7 +30,7 @@ from jvpipe.util.given import (
     checked_path,
     several,
 )
-from jvpipe.util.option import TRAIN, Group, resumed
+from jvpipe.util.option import TRAIN, Group, Taker, option, options_of, resumed
 
 MOST = 2**31 - 1
 """The largest count of anything, because steps are counted in 32 bits."""

@@ -46,9 +46,10 @@ from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import USUAL_MICROBATCHES
-from jvpipe.session.options import PIPELINE, options_of, passed
+from jvpipe.session.options import passed
 from jvpipe.session.settings import library_versions
 from jvpipe.trace.batches import micro_batch_shapes
+from jvpipe.util.option import PIPELINE, options_of
 
 
 @dataclass(frozen=True)

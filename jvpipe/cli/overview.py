@@ -9,9 +9,10 @@ import jvpipe
 from jvpipe.cli import plan_command, train_command
 from jvpipe.cli.command_line import add_options, names, names_by_option
 from jvpipe.cli.command_options import TrainOptions
-from jvpipe.session.options import PipelineOptions, options_of
+from jvpipe.session.options import PipelineOptions
 from jvpipe.util.extras import extra
 from jvpipe.util.names import did_you_mean
+from jvpipe.util.option import options_of
 
 _OPTIONS = {"train": TrainOptions, "plan": plan_command.PlanOptions}
 

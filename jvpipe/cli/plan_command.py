@@ -28,11 +28,11 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
-from jvpipe.session.forecast import asked
-from jvpipe.session.forecasts import Forecast, plan_for, planner_names
-from jvpipe.session.options import PLAN_FOR, Taker, checked_target, option, options_of, passed
+from jvpipe.session.forecast import Forecast, asked
+from jvpipe.session.forecasts import plan_for, planner_names
+from jvpipe.session.options import checked_target, passed
 from jvpipe.session.question import check_shape_planner, on_cluster, profile_slowness
-from jvpipe.util.option import PLAN
+from jvpipe.util.option import PLAN, PLAN_FOR, Taker, option, options_of
 from jvpipe.util.sizes import limits_of_each, parse_limits
 
 

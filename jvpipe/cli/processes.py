@@ -27,10 +27,11 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.chrome_trace import Busy
 from jvpipe.report.metrics import StepMetrics
-from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
+from jvpipe.runtime.engine.hosts import ALONE, Hosts, present_hosts
 from jvpipe.runtime.engine.meeting import PATIENCE, Attendance, Given, MeetingServer
 from jvpipe.runtime.engine.signed_lines import read_secret
 from jvpipe.session.settings import library_versions
+from jvpipe.trace.digests import digest
 from jvpipe.util.given import checked_address
 
 Own = tuple[StepMetrics, Busy]

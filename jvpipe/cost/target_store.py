@@ -12,7 +12,7 @@ from jvpipe._jax import Device
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.trace.graph import Body
+from jvpipe.trace.body import Body
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from jvpipe.ir.buffers import Buffer, Copy
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.lowering.place import Block
+from jvpipe.lowering.carrier import Block
 
 Swapped = Callable[[Task], tuple[int, Sequence[int]]]
 """A function from a forward to the first layer of its stage and the buffers to swap after it."""

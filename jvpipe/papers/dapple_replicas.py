@@ -31,9 +31,10 @@ from jvpipe.papers.dapple_plans import Places, Plans, at
 from jvpipe.papers.dapple_policies import Free, append_first, fresh_first, scatter_first
 from jvpipe.papers.paper_effort import PAPER
 from jvpipe.planners.joint.rough_plan import kept_or_again
+from jvpipe.planners.model.grids import between, sums
 from jvpipe.planners.model.local_segments import LocalSegments
-from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Path, Shape
+from jvpipe.planners.model.spans import Grid
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
 POLICIES = fresh_first, append_first, scatter_first

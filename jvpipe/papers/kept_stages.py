@@ -9,9 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
+from jvpipe.planners.model.grids import between, sums
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Decision
-from jvpipe.planners.model.segments import Grid, between, sums
+from jvpipe.planners.model.spans import Grid
 
 
 class KeptStages(KeepAll):

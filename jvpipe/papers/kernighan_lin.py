@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from jvpipe.papers.paper_effort import PAPER
+from jvpipe.planners.model.grids import OverJ
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import OverJ, Segments
+from jvpipe.planners.model.segments import Segments
 
 
 def initial_bounds(segments: Segments) -> tuple[int, ...]:

@@ -35,8 +35,9 @@ from jaxtyping import Float, Int
 
 from jvpipe.papers.paper_effort import PAPER
 from jvpipe.papers.selection import treatments
+from jvpipe.planners.model.grids import OverJ
 from jvpipe.planners.model.problem import RECOMPUTE
-from jvpipe.planners.model.segments import OverJ, Segments
+from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 

@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 from jvpipe.papers.replication import replicated
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
+from jvpipe.planners.model.spans import Cuts
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:

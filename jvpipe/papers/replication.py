@@ -41,8 +41,9 @@ from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Link
 from jvpipe.papers.kept_stages import KeptStages
+from jvpipe.planners.model.grids import between, link_seconds
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import Grid, between, link_seconds
+from jvpipe.planners.model.spans import Grid
 from jvpipe.schedules.pipedream import PipeDream
 
 

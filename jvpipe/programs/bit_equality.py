@@ -29,7 +29,8 @@ from jvpipe.programs.model_programs import (
 from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import ProgramStore
-from jvpipe.trace.graph import Body, Traced
+from jvpipe.trace.body import Body
+from jvpipe.trace.graph import Traced
 
 _Arrays = dict[Var, np.ndarray]
 

@@ -36,8 +36,9 @@ from jvpipe.programs.layer_backward import trace_backward
 from jvpipe.programs.layer_values import run_layer
 from jvpipe.programs.split_backward import Halves, halve
 from jvpipe.trace import jaxprs
+from jvpipe.trace.body import Body
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.graph import Body, array_of
+from jvpipe.trace.graph import array_of
 from jvpipe.trace.structure import comparable, structure
 
 

@@ -22,8 +22,8 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.programs.products import upright
 from jvpipe.programs.split_backward import settle_halves
 from jvpipe.trace import jaxprs
+from jvpipe.trace.body import Body
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.graph import Body
 
 _LOSS = Ref(ValueKind.LOSS, 0)
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jvpipe import _jax
 from jvpipe.programs.outlining import outline
 from jvpipe.trace import jaxprs
-from jvpipe.trace.graph import Body
+from jvpipe.trace.body import Body
 
 
 def run_layer(body: Body, inputs: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,8 @@ from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.pieces import Piece, SlotKind
 from jvpipe.programs.split_backward import Halves
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.trace.graph import Body, Traced
+from jvpipe.trace.body import Body
+from jvpipe.trace.graph import Traced
 
 Share = Literal["all", "half", "nothing"]
 

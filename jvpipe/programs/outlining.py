@@ -24,8 +24,8 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
 from jvpipe.trace import jaxprs
+from jvpipe.trace.body import Body
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.graph import Body
 from jvpipe.trace.primitives import is_move
 
 

@@ -23,7 +23,7 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace import jaxprs
-from jvpipe.trace.graph import Body
+from jvpipe.trace.body import Body
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
 

@@ -49,11 +49,11 @@ from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.state.migrate import (
     UNFORESEEN,
     Migration,
-    PlanChange,
     moved_between_steps,
     prepare_migration,
     state_after_failed_move,
 )
+from jvpipe.runtime.state.plan_change import PlanChange
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.trigger import Judge, Proposal, Told, seen
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
-from jvpipe.runtime.engine.hosts import Disagreement, Hosts
+from jvpipe.runtime.engine.disagreement import Disagreement
+from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.versions import VersionLedger

@@ -25,7 +25,7 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.runtime.engine.trees import Trees
-from jvpipe.runtime.state.model_change import Parked
+from jvpipe.runtime.state.origins import Parked
 from jvpipe.session.measuring import Bench
 from jvpipe.session.model_planner import ModelPlanner, compile_plan
 from jvpipe.session.planning import ChosenShape

@@ -27,11 +27,12 @@ from jvpipe.session.arguments import (
 )
 from jvpipe.session.forecast import Forecast, asked, timed, with_splits
 from jvpipe.session.model_planner import pays_for_room
-from jvpipe.session.options import PLAN_FOR, checked
+from jvpipe.session.options import checked
 from jvpipe.session.question import Question, check_shape_planner, given_pins, limits_on
 from jvpipe.session.signing import Signer, signed
 from jvpipe.util.brief import brief
 from jvpipe.util.given import several
+from jvpipe.util.option import PLAN_FOR
 
 Tree = Any
 _log = logging.getLogger("jvpipe")

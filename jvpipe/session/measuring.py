@@ -33,9 +33,9 @@ from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, may_split
 from jvpipe.session.planning import ChosenShape, HeldBytes, decide_shape
 from jvpipe.session.settings import Settings
+from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
-from jvpipe.trace.spread import CoupledError
 
 
 def costs_with_state(

@@ -16,11 +16,12 @@ from typing import NamedTuple
 from jvpipe.cost.slowness import Slowness
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.asking import answered, ask, ask_shapes
-from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.device_orders import orders
 from jvpipe.planners.joint.floor import Floor, floor
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
+from jvpipe.planners.model.planner import FateRule
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate_decision

@@ -27,8 +27,9 @@ from jvpipe.runtime.engine.row_agreement import agree_on_rows
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.trees import with_sums
 from jvpipe.runtime.engine.versions import VersionLedger
-from jvpipe.runtime.state.migrate import Migration, PlanChange
+from jvpipe.runtime.state.migrate import Migration
 from jvpipe.runtime.state.model_change import ModelChange, plan_model_switch
+from jvpipe.runtime.state.plan_change import PlanChange
 from jvpipe.session.adapt import Adapter, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.engine import Engine

@@ -13,7 +13,8 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
-from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.papers.registry import find_planner
+from jvpipe.planners.model.planner import FateRule
 from jvpipe.programs.optimizer_pieces import PER_LAYER, OptimizerCut, cut_optimizer, laid_state
 from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.programs.stacked_trace import trace_stacked

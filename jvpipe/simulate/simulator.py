@@ -26,9 +26,10 @@ from jvpipe.ir.buffers import HOST, Lowered, peaks
 from jvpipe.ir.kinds import KINDS, CopyLink, Kind, Runs
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import TaskLists
-from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
+from jvpipe.simulate.stages import StageLoad, StageWork, stage_work
 from jvpipe.simulate.task_graph import TaskGraph
 from jvpipe.simulate.timeline import Curve, Timeline
+from jvpipe.simulate.work_parts import Features
 
 _Changes = list[tuple[float, int]]
 """Changes of bytes: pairs of a time in seconds and the bytes added; negative bytes are removed."""

@@ -19,14 +19,8 @@ from jvpipe.cli.command_options import TrainOptions
 from jvpipe.cli.plan_command import PlanOptions
 from jvpipe.cli.train_command import main
 from jvpipe.session.arguments import whole_number
-from jvpipe.session.options import (
-    PIPELINE,
-    PLAN_FOR,
-    PipelineOptions,
-    Taker,
-    option,
-    options_of,
-)
+from jvpipe.session.options import PipelineOptions
+from jvpipe.util.option import PIPELINE, PLAN_FOR, Taker, option, options_of
 from tests.docs.options_page import PAGE, page
 
 HOUSE = Path(jvpipe.__file__).parent

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from jvpipe import models
 from jvpipe.cli.command_options import TrainOptions
-from jvpipe.cli.job import as_in_folder, keep_tokenizer
 from jvpipe.cli.own_model import find_model
+from jvpipe.cli.run_model import as_in_folder, keep_tokenizer
 from jvpipe.models.tokens import train_tokenizer
 from tests.models.test_tokens import DOCUMENTS
 from tests.models.test_weights import WEIGHTS

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from jvpipe import models
 from jvpipe.cli.command_line import parse
 from jvpipe.cli.command_options import TrainOptions, fields_of
-from jvpipe.cli.job import as_in_folder, first_params
 from jvpipe.cli.outputs import parameter_names
 from jvpipe.cli.own_model import find_model
+from jvpipe.cli.run_model import as_in_folder, first_params
 from tests.commands import finished
 from tests.models.test_weights import WEIGHTS, given
 

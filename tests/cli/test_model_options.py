@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jvpipe.cli.command_options import TrainOptions, fields_of
-from jvpipe.cli.job import retrained
 from jvpipe.cli.own_model import find_model
+from jvpipe.cli.run_model import retrained
 from tests.cli.test_found_model import OWN
 
 

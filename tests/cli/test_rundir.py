@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jvpipe.cli import run_folder
-from jvpipe.cli.run_folder import HeldError, RunDir, hold_new
+from jvpipe.cli.run_folder import RunDir, hold_new
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from jvpipe.runtime.state.checkpoints.generations import DamageError
+from jvpipe.runtime.state.checkpoints.held_folder import HeldError
 
 CONFIG = {
     "model": "bert",

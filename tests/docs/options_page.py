@@ -6,8 +6,8 @@ from typing import get_args
 
 from jvpipe.cli.command_options import TrainOptions
 from jvpipe.cli.plan_command import PlanOptions
-from jvpipe.session.options import PIPELINE, PLAN_FOR, PipelineOptions, options_of
-from jvpipe.util.option import Group, PipelineOption
+from jvpipe.session.options import PipelineOptions
+from jvpipe.util.option import PIPELINE, PLAN_FOR, Group, PipelineOption, options_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HOLDERS = {"train": TrainOptions, "plan": PlanOptions}

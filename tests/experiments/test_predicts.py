@@ -18,7 +18,8 @@ from jvpipe.cost.frameworks import XLA, Framework
 from jvpipe.cost.presets import P40, V100
 from jvpipe.models import load
 from jvpipe.schedules import find_schedule
-from jvpipe.simulate.stages import Features, StageLoad, stage_work
+from jvpipe.simulate.stages import StageLoad, stage_work
+from jvpipe.simulate.work_parts import Features
 from tests.real_profiles import profile
 
 FITTED = [

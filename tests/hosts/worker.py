@@ -18,7 +18,7 @@ import jvpipe
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.links import Links
-from jvpipe.ir.fates import Fate
+from jvpipe.ir.plan import Fate
 from jvpipe.planners.replanning import Seen
 from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine import dispatch

@@ -18,11 +18,12 @@ from jvpipe.ir.span import Picture, Span
 from jvpipe.ir.task import Task
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import VALUES, Value, ValueKind
+from jvpipe.lowering.carrier import Block
 from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.liveness import live
 from jvpipe.lowering.operation import Operation
 from jvpipe.lowering.order import Waits, sums_from
-from jvpipe.lowering.place import Block, Placer
+from jvpipe.lowering.place import Placer
 from jvpipe.lowering.step import lower_step
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.weight_rule import Weights

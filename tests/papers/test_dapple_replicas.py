@@ -7,13 +7,8 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
-from jvpipe.papers.dapple_replicas import (
-    append_first,
-    dapple_replicas,
-    fresh_first,
-    plan_latency_s,
-    scatter_first,
-)
+from jvpipe.papers.dapple_policies import append_first, fresh_first, scatter_first
+from jvpipe.papers.dapple_replicas import dapple_replicas, plan_latency_s
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
 from tests.papers.test_dapple import latency

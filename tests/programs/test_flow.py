@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jvpipe.programs.flow import Flow
-from jvpipe.programs.optimizer_trace import straight_line
-from jvpipe.programs.ownership import Input, Output, place_operands
+from jvpipe.programs.ownership import place_operands
 from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.places import Input, Output
+from jvpipe.programs.straight_line import straight_line
 from jvpipe.trace.jaxprs import evaluate_jaxpr
 
 LARGE = jax.ShapeDtypeStruct((1000,), np.float32)

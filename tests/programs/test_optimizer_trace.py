@@ -8,12 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from jvpipe.programs.optimizer_trace import (
-    TracedOptimizer,
-    straight_line,
-    trace_optimizer,
-    transformation,
-)
+from jvpipe.programs.optimizer_trace import TracedOptimizer, trace_optimizer, transformation
+from jvpipe.programs.straight_line import straight_line
 from jvpipe.trace.jaxprs import evaluate_jaxpr
 
 SHAPE = jax.ShapeDtypeStruct((3,), np.float32)

@@ -12,7 +12,8 @@ from jvpipe.programs.model_programs import forward_program
 from jvpipe.programs.outlining import outline
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace import jaxprs
-from jvpipe.trace.graph import Body, build_graph
+from jvpipe.trace.body import Body
+from jvpipe.trace.graph import build_graph
 from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.loss import trace_loss
 from tests.zoo import D, draws, normalized

@@ -8,16 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.programs.optimizer_trace import straight_line
-from jvpipe.programs.ownership import (
-    Input,
-    Output,
-    Place,
-    check_owned,
-    destinations,
-    place_operands,
-)
+from jvpipe.programs.ownership import check_owned, destinations, place_operands
 from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.places import Input, Output, Place
+from jvpipe.programs.straight_line import straight_line
 
 LARGE, SCALAR = jax.ShapeDtypeStruct((1000,), np.float32), jax.ShapeDtypeStruct((), np.float32)
 LAYERS = [Input(0, "a"), Input(1, "b")]

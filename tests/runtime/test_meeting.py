@@ -17,7 +17,8 @@ import pytest
 
 from jvpipe import HostLost
 from jvpipe.runtime.engine import meeting
-from jvpipe.runtime.engine.meeting import Attendance, Given, MeetingServer, SignedLines
+from jvpipe.runtime.engine.meeting import Attendance, Given, MeetingServer
+from jvpipe.runtime.engine.signed_lines import SignedLines
 
 HERE, LIMIT_S = "127.0.0.1", 20.0
 VALUES = [("--seed", "0"), ("--steps", "100")]

@@ -15,7 +15,7 @@ import pytest
 import jvpipe
 from jvpipe.cli.plan_command import main
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
-from jvpipe.session.forecasts import Forecast
+from jvpipe.session.forecast import Forecast
 
 GPU = Accelerator("small", 2**30, 1e11, {"float32": 1e12}, launch_s=1e-6)
 FAST = Cluster("fast", GPU, 4, peer=Link(1e12))

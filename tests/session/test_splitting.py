@@ -26,10 +26,11 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.batches import micro_batch_shapes
-from jvpipe.trace.graph import Sorted, Traced, build_graph
+from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.layer_split import CutPlace, split_at, split_layers, split_points
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.model import trace_model
+from jvpipe.trace.sorted_equations import Sorted
 from tests.zoo import transformer
 
 WIDTH, ROWS = 8, 16

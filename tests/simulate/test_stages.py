@@ -14,7 +14,8 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.simulate.simulator import simulate_lists
-from jvpipe.simulate.stages import Features, StageLoad, stage_work
+from jvpipe.simulate.stages import StageLoad, stage_work
+from jvpipe.simulate.work_parts import Features
 from tests.schedules.drawing import parse
 from tests.schedules.test_gpipe import FOUR as GPIPE_FOUR
 from tests.schedules.ticks import Name, Ticks

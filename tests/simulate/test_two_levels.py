@@ -28,8 +28,9 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.simulate.simulator import simulate, simulate_lists
-from jvpipe.simulate.stages import PARTS, StageLoad
+from jvpipe.simulate.stages import StageLoad
 from jvpipe.simulate.timeline import Timeline
+from jvpipe.simulate.work_parts import PARTS
 from tests.lowering.toy import array
 
 NO_OPTIMIZER = OptimizerCut((), (), (), jax.tree.structure(None), ())

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.trace.graph import Sorted, Traced, build_graph
+from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.primitives import flops
 from jvpipe.trace.reshaped import OtherLayersError, reshaped
+from jvpipe.trace.sorted_equations import Sorted
 
 PARAMS = [np.full((3, 3), i / 9, np.float32) for i in range(1, 7)]
 

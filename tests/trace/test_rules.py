@@ -10,8 +10,9 @@ import optax
 import pytest
 
 from jvpipe.ir.examples import Over
+from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.spread import CoupledError, Spreading
+from jvpipe.trace.spread import Spreading
 from jvpipe.trace.sums_and_means import Lies
 
 MANY, FEW, D = 6, 2, 4

@@ -11,10 +11,10 @@ import pytest
 
 from jvpipe.ir.examples import Examples, Over, divided
 from jvpipe.ir.weighted import Weighted
+from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.slices import sliced, taken_apart
-from jvpipe.trace.spread import CoupledError
 from tests.grid import grid
 from tests.sequential import Sequential
 from tests.zoo import CASES, Case, mlp

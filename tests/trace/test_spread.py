@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jvpipe.ir.examples import Over
+from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.spread import CoupledError, Spreading, reaching
+from jvpipe.trace.spread import Spreading, reaching
 from jvpipe.trace.sums_and_means import Beside, Lies
 
 MANY, FEW, T, D = 6, 2, 3, 4

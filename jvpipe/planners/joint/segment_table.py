@@ -32,7 +32,7 @@ from jvpipe.planners.model.chain_dp import Matrix
 from jvpipe.planners.model.keep_all import KeptBytes
 from jvpipe.planners.model.segments import CutBlock
 from jvpipe.planners.model.spans import Cuts
-from jvpipe.simulate.stages import PARTS
+from jvpipe.simulate.work_parts import PARTS
 
 Path = tuple[int, ...]
 

@@ -22,8 +22,9 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
 from jvpipe.schedules.schedule import Schedule, with_updates
 from jvpipe.simulate.simulator import simulate_lists
-from jvpipe.simulate.stages import PARTS, Features, StageLoad, StageWork, stage_work
+from jvpipe.simulate.stages import StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Timeline
+from jvpipe.simulate.work_parts import PARTS, Features
 
 
 def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:

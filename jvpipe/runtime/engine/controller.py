@@ -22,7 +22,8 @@ from jvpipe.runtime.engine.channel import CLOSING_S
 from jvpipe.runtime.engine.dispatch import dispatch_ready
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import Hosts
-from jvpipe.runtime.engine.monitor import WATCHED, Monitor
+from jvpipe.runtime.engine.monitor import Monitor
+from jvpipe.runtime.engine.record import WATCHED
 from jvpipe.runtime.engine.tensors import Ledger
 
 Feeds = Mapping[tuple[str, int], Sequence[Any]]

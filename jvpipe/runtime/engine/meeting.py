@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from jvpipe.runtime.engine.disagreement import SHOWN
 from jvpipe.runtime.engine.failures import HostLost
-from jvpipe.runtime.engine.hosts import digest
 from jvpipe.runtime.engine.signed_lines import LINE_BYTES, AnotherSecretError, SignedLines
+from jvpipe.trace.digests import digest
 from jvpipe.util.pattern import compare, whole_in
 
 

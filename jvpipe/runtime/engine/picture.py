@@ -6,7 +6,8 @@ from dataclasses import replace
 from jvpipe.ir.kinds import KINDS, CopyLink
 from jvpipe.ir.rows import AskRun, OfferRun
 from jvpipe.ir.span import Hop, Level, Picture, Span
-from jvpipe.runtime.engine.monitor import Monitor, Record
+from jvpipe.runtime.engine.monitor import Monitor
+from jvpipe.runtime.engine.record import Record
 
 
 def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Picture:

@@ -10,7 +10,8 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.joint.order_search import OrderedPlan, find_order
+from jvpipe.planners.joint.order_search import find_order
+from jvpipe.planners.joint.ordered_plan import OrderedPlan
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
