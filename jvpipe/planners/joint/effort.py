@@ -130,6 +130,9 @@ class OrderEffort:
         simulated: how many refined orders are simulated.
         crowded: how many further candidates are simulated if transfers share links. Such
             transfers wait for each other, which the times of `order_course.py` leave out.
+        polished: from how many simulated plans a climb starts in which each order is simulated
+            (`order_polish.py`).
+        polished_tasks: how many tasks each of these climbs may simulate.
         doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`,
             the share of idle time that other devices can use. If devices share workers, measured
             seconds are uncertain.
@@ -146,6 +149,8 @@ class OrderEffort:
     patiences: tuple[float, ...] = (0.0, 1.0)
     simulated: int = 3
     crowded: int = 24
+    polished: int = 6
+    polished_tasks: int = 50_000
     doubt: float = 0.1
 
 

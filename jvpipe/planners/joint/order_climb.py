@@ -134,11 +134,11 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     before = [course.lists[move.device] for move in moves]
     for move, steps in zip(moves, before, strict=True):
         changed = [*steps[: move.first], *move.steps, *steps[move.end :]]
-        _put(course, move, changed)
+        put(course, move, changed)
     course.run()
     if course.step_s == float("inf"):
         for move, steps in zip(moves, before, strict=True):
-            _put(course, move, steps)
+            put(course, move, steps)
         if len(moves) > 1:
             _make(course, moves[:1])
             return
@@ -146,15 +146,34 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     course.follow()
 
 
-def _put(
+def put(
     course: Course,
     move: Move,
     steps: list[int],
 ) -> None:
-    """Gives the device of a move another list: the one after the move, or the one before it."""
+    """Gives the device of a move another list: the one after the move, or the one before it.
+
+    Args:
+        course: the order, whose times stay as they are.
+        move: says which device, and which backward is split or joined.
+        steps: the device's list.
+    """
     if move.flips >= 0:  # flipping twice undoes the flip
         course.flip(move.flips)
     course.put(move.device, steps)
+
+
+def all_moves(course: Course) -> Iterator[Move]:
+    """Yields every move of every step that fits, whether or not a longest path needs it.
+
+    Args:
+        course: the order, with times and tails.
+    """
+    for d, steps in enumerate(course.lists):
+        end = len(steps) - 1
+        for at in range(len(steps)):
+            yield from _ahead(course, CourseBlock(d, at, min(at + ORDER.farthest, end)))
+            yield from _behind(course, CourseBlock(d, max(0, at - ORDER.farthest), at))
 
 
 def _neighbors(course: Course, draw: Random) -> Iterator[Move]:

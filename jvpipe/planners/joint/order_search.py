@@ -14,6 +14,8 @@ and W are the first and the second half of a split backward. The search has thes
     refining    bounds and orders of the best candidates change by small moves (`order_refine.py`)
     simulating  the best are simulated, and the simulator's seconds decide; swaps, which only the
                 simulator can time, are tried for the best orders
+    polishing   if links are shared or values are swapped, orders of the best change once more, by
+                moves that the simulator judges (`order_polish.py`)
 
 The plans of 1F1B, called rivals, are simulated too. So the answer is never slower than any of them,
 unless devices share workers (`_chosen`). Under a limit there are also rivals with fewer
@@ -39,6 +41,7 @@ from jvpipe.planners.joint.order_cuts import all_cuts
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads
+from jvpipe.planners.joint.order_polish import polished
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.order_rounds import in_rounds
 from jvpipe.planners.joint.ordered_plan import OrderedPlan, simulated_plan, under
@@ -95,10 +98,12 @@ def find_order(problem: Problem) -> OrderedPlan:
     for rival in rivals:
         begin += _from_rival(placements, rival)
     candidates = sorted(begin, key=lambda one: one.step_s)
-    simulated = map(simulated_plan, [*_worth_simulating(problem, candidates), *rivals])
-    answers = [answer for answer in simulated if answer is not None]
-    if not answers:
+    worth = [*_worth_simulating(problem, candidates), *rivals]
+    pairs = ((one, simulated_plan(one)) for one in worth)
+    simulated = [(one, answer) for one, answer in pairs if answer is not None]
+    if not simulated:
         raise _nothing_fits(problem, floors)
+    answers = [answer for _, answer in simulated] + list(polished(simulated))
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
@@ -235,11 +240,7 @@ def _of_cuts(
             yield from _listed(plain, in_flight)
 
 
-def _moments(
-    problem: Problem,
-    *,
-    few: bool,
-) -> Iterator[tuple[tuple[int, ...], Moments]]:
+def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
     """Yields numbers of micro-batches in flight for which fates are to leave room.
 
     Each comes with room for one backward between its halves. With `few`, each also comes without
