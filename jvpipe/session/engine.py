@@ -132,8 +132,9 @@ class Engine:
             on: whether tasks are timed from now on.
             kept: how many of the last steps are remembered.
         """
-        seconds = self.compiled_plans.layer_s or ()
-        self.controller.monitor = Monitor(self.settings.devices, kept, seconds) if on else None
+        seconds, settings = self.compiled_plans.layer_s or (), self.settings
+        monitor = Monitor(settings.devices, kept, seconds, settings.microbatches) if on else None
+        self.controller.monitor = monitor
 
     def pictures(self, steps: int = 1) -> list[Picture]:
         """Waits for the end of the last steps, and returns a picture of the tasks in each."""
@@ -184,6 +185,7 @@ class Engine:
         for i, parameter in enumerate(self.graph.parameters):
             array = arrays.get((ValueKind.PARAMETER, i))
             if array is not None:
+                self.controller.arrive(array)
                 by_name[parameter.array.name] = to_host(array)
         return by_name
 

@@ -36,6 +36,8 @@ _PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Ru
 _HALVES = {Kind.I, Kind.W}
 _BEGIN = {kind for kind, info in KINDS.items() if info.in_flight == 1}
 _END = {kind for kind, info in KINDS.items() if info.in_flight == -1}
+_OF_MICROBATCHES = {kind for kind, info in KINDS.items() if info.runs is Runs.LAYER}
+_OF_MICROBATCHES |= {Kind.OUT, Kind.IN}
 TICK_S = 1e-9
 """The shortest time of a task, in seconds: a thread that wakes late may see two markers at once."""
 
@@ -121,6 +123,7 @@ class Monitor:
         kept: how many of the last steps are kept, at least two.
         layer_s: the seconds of each layer, if they are known. A group of layers that run as one
             program is measured as a whole, and its time is divided in proportion to these seconds.
+        microbatches: how many micro-batches a step has.
     """
 
     def __init__(
@@ -128,8 +131,9 @@ class Monitor:
         devices: Sequence[Device],
         kept: int = 2,
         layer_s: Sequence[float] = (),
+        microbatches: int = 1,
     ) -> None:
-        self._layer_s = layer_s
+        self._layer_s, self._microbatches = layer_s, microbatches
         names = [str(device) for device in devices]
         self.memories = [*names, "host"]
         links = [f"{name} host" for name in names]
@@ -310,14 +314,18 @@ class Monitor:
             start_s: when it started.
             end_s: when it ended.
         """
-        args: dict[str, int] = {"layer": row.layer, "microbatch": row.microbatch}
+        m = row.microbatch
+        args: dict[str, int] = {"layer": row.layer, "microbatch": m}
         if row.kind in WATCHED:
             args["bytes"] = sum(lowered.buffers[b].bytes for b in row.writes)
-        m = max(row.microbatch, 0)
-        name = f"{row.stage}{row.kind}{m}"
+        # In a stream, micro-batches of earlier steps have negative numbers. Everybody else counts
+        # them from the start of their own step.
+        if m < 0 and row.kind in _OF_MICROBATCHES:
+            step, m = divmod(m, self._microbatches)
+            args |= {"microbatch": m, "steps_ago": -step}
         return Span(
             self._named(row, lowered),
-            name,
+            f"{row.stage}{row.kind}{max(m, 0)}",
             start_s,
             end_s,
             row.kind,
