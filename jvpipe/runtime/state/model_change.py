@@ -219,6 +219,7 @@ class ModelSwitch:
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
         leaves = Parked()
+        origins.hosts.come(*arrays)
         for identity, x in origins.parks.items():
             leaves[identity] = x if isinstance(x, Away) else to_host(arrays[x])
         # In a change by host, `_leave` deletes arrays that move, so they are copied first.
