@@ -147,7 +147,9 @@ class Engine:
 
         If `before` is true, this is done for the step before the last one.
         """
-        return self._watching().measured(before=before)
+        measured, compiled = self._watching().measured(before=before), self.compiled
+        kept = compiled.microbatches - 1 if compiled.plan.keep_last else None
+        return measured.with_inside(compiled.recomputed_shares, kept)
 
     def _watching(self) -> Monitor:
         if self.controller.monitor is None:

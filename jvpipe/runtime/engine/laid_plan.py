@@ -11,6 +11,8 @@ from itertools import chain
 
 from jvpipe import _jax
 from jvpipe._jax import Device
+from jvpipe.cost.presets import accelerator_of
+from jvpipe.cost.recomputed_shares import recomputed_shares
 from jvpipe.ir.examples import Batching
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
@@ -28,6 +30,7 @@ from jvpipe.runtime.engine.replicas import Replicas, check_replicas
 from jvpipe.schedules.planned import lists_of, pipeline_length
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
+from jvpipe.util.devices import first_of
 
 
 @dataclass(eq=False)
@@ -108,6 +111,12 @@ class LaidPlan:
         if not (group and sharding):
             return programs
         return laid_programs(self.store, self.graph, programs, group, sharding)
+
+    @cached_property
+    def recomputed_shares(self) -> list[float]:
+        """By layer, the estimated share of its backward that computes values again."""
+        device = accelerator_of(first_of(self.devices[0]))
+        return recomputed_shares(self.store, self.traced, self.plan, device)
 
     @cached_property
     def lists(self) -> TaskLists:

@@ -19,7 +19,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import jax
@@ -34,6 +34,7 @@ from jvpipe.runtime.engine.record import WATCHED, Reading, Record
 
 _PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER}
 _HALVES = {Kind.I, Kind.W}
+_BACKWARDS = _HALVES | {Kind.B}
 _BEGIN = {kind for kind, info in KINDS.items() if info.in_flight == 1}
 _END = {kind for kind, info in KINDS.items() if info.in_flight == -1}
 _OF_MICROBATCHES = {kind for kind, info in KINDS.items() if info.runs is Runs.LAYER}
@@ -52,7 +53,8 @@ class Measured:
         swapped_bytes: how many bytes were copied to the host.
         copy_s: the seconds of copies to the host and back.
         exposed_s: the part of `copy_s` in which a device was idle because of a copy.
-        recomputed_s: the seconds of forwards that ran again.
+        recomputed_s: the seconds of forwards that ran again, and of values that backwards computed
+            again, if `with_inside` has added them.
         exposed: `exposed_s` by the name of the device.
     """
 
@@ -99,6 +101,21 @@ class Measured:
         # If some backwards were whole, adding the halves of others would count the work twice.
         counted = _PASSES - _HALVES if Kind.B in kinds else _PASSES
         return sum(median_s.get((layer, kind), 0.0) for kind in counted)
+
+    def with_inside(self, shares: Sequence[float], kept: int | None) -> "Measured":
+        """Returns the same with the seconds in which backwards computed values again inside.
+
+        Args:
+            shares: by layer, the share of its backward that computes values again.
+            kept: the micro-batch of which everything is kept, if there is one.
+        """
+        inside_s = 0.0
+        for span in self.spans:
+            # In a step before a change of the model, there may have been more layers.
+            has_share = span.kind in _BACKWARDS and span.args["layer"] < len(shares)
+            if has_share and span.args["microbatch"] != kept:
+                inside_s += shares[span.args["layer"]] * (span.end_s - span.start_s)
+        return replace(self, recomputed_s=self.recomputed_s + inside_s)
 
     @property
     def hidden_s(self) -> float:
