@@ -24,13 +24,13 @@ from queue import SimpleQueue
 
 import jax
 
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.ir.span import Span
 from jvpipe.runtime.engine.binding import Instruction
 from jvpipe.runtime.engine.record import WATCHED, Reading, Record
+from jvpipe.util.devices import Device
 
 _PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER}
 _HALVES = {Kind.I, Kind.W}
