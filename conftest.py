@@ -1,4 +1,6 @@
-"""Every test and doctest sees the same process: CPU, eight devices, strict promotion, checked annotations."""
+"""Every test and doctest sees the same process: CPU, eight devices, strict promotion, checked
+annotations.
+"""
 
 import functools
 import gc
@@ -18,8 +20,9 @@ for limit in (
     "MALLOC_MMAP_THRESHOLD_",
 ):  # the workers' memory stays theirs: fewer page faults
     os.environ.setdefault(limit, str(2**32))
-# Tests compile much and compute little, so the compiler need not try hard; what they compare is compiled alike. The
-# bits under its usual settings are looked at in tests/end_to_end/test_usual_settings.py.
+# Tests compile much and compute little, so the compiler need not try hard; what they compare is
+# compiled alike. The bits under its usual settings are looked at in
+# tests/end_to_end/test_usual_settings.py.
 flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
     flags += ["--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE"]
@@ -45,7 +48,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def shaped_modules() -> list[str]:
-    """The modules whose annotations tell shapes: checking those costs ten times as much, so only they are."""
+    """The modules whose annotations tell shapes: checking those costs ten times as much, so only
+    they are.
+    """
     here = Path(__file__).parent
     rooms = ("jvpipe/*/*.py", "jvpipe/runtime/*/*.py")
     files = (file.relative_to(here) for room in rooms for file in here.glob(room))
@@ -78,7 +83,8 @@ CHECKING = (
     "jvpipe.ir.plan",
     "jvpipe.util.sizes",
 )
-# What is called by the million: checking that took a third of the seconds of the tests of planners and of streams.
+# What is called by the million: checking that took a third of the seconds of the tests of planners
+# and of streams.
 HOT = (
     "jvpipe.planners.model.stage_bytes",
     "jvpipe.planners.model.stage_cost",
@@ -149,7 +155,9 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what was imported out of the collector's sight: walking it again and again took a twelfth of the suite."""
+    """Takes what was imported out of the collector's sight: walking it again and again took a
+    twelfth of the suite.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -158,7 +166,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def copies_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy is ever late, so peaks are those of the lists: on a busy machine one may be, and then less is held."""
+    """No copy is ever late, so peaks are those of the lists: on a busy machine one may be, and then
+    less is held.
+    """
 
     def arrived(array: jax.Array) -> bool:
         array.block_until_ready()

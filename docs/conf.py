@@ -1,8 +1,8 @@
 """How Sphinx builds these pages: `make docs`.
 
-They are copied first, for `examples`, `experiments`, `changes.md` and `contributing.md` are links to what lies at the
-root of the project, and a link's own links would lead from there. The tutorials are kept without outputs: they are run
-when the pages are built.
+They are copied first, for `examples`, `experiments`, `changes.md` and `contributing.md` are links
+to what lies at the root of the project, and a link's own links would lead from there. The tutorials
+are kept without outputs: they are run when the pages are built.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""Keeps the cores of a virtual machine awake: one that goes to sleep is given to others, and comes back late."""
+"""Keeps the cores of a virtual machine awake: one that goes to sleep is given to others, and comes
+back late.
+"""
 
 import os
 import subprocess
@@ -19,8 +21,8 @@ while os.getppid() == int(sys.argv[1]):
 def awake() -> Iterator[None]:
     """Meanwhile a loop runs on every core whenever nothing else wants to.
 
-    Paced layers sleep, and on a busy host each of their awakenings waited: up to half of the time counted as stolen.
-    Where the system knows no idle class there are no loops.
+    Paced layers sleep, and on a busy host each of their awakenings waited: up to half of the time
+    counted as stolen. Where the system knows no idle class there are no loops.
     """
     known = hasattr(os, "SCHED_IDLE")
     loops = [

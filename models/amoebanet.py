@@ -65,7 +65,8 @@ class AmoebaNetConfig(ClassConfig):
             raise ValueError(f"cells={self.cells} must be a multiple of groups={self.groups}")
         if self.filters < 8 or self.filters % 8:
             raise ValueError(
-                f"filters={self.filters} must be a multiple of 8: operations work on quarters and halves"
+                f"filters={self.filters} must be a multiple of 8: operations work on quarters and "
+                "halves"
             )
         if self.stem_reductions not in (0, 1, 2):
             raise ValueError(

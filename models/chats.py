@@ -81,8 +81,8 @@ class ChatTemplate:
         count = sum(m["role"] == "assistant" for m in messages)
         if plain != text or len(spans) != count:
             raise ValueError(
-                f"the chat template leaves out or changes what the assistant said in {count} messages: "
-                "give one that writes them as they are"
+                f"the chat template leaves out or changes what the assistant said in {count} "
+                "messages: give one that writes them as they are"
             )
         return Rendered(text, tuple(spans))
 

@@ -91,8 +91,8 @@ def cache_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"cannot make the cache folder '{folder}' ({error.strerror}): set XDG_CACHE_HOME to a folder "
-            "that can be written to"
+            f"cannot make the cache folder '{folder}' ({error.strerror}): set XDG_CACHE_HOME to a "
+            "folder that can be written to"
         ) from error
     return folder
 

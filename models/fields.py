@@ -69,7 +69,8 @@ def _read(where: str, value: Any, present: Any) -> Any:
             return next((number for number in numbers if number is not None), value)
         case _:
             raise ValueError(
-                f"{where} is {present!r}, which no text can replace: only numbers, texts, true and false"
+                f"{where} is {present!r}, which no text can replace: only numbers, texts, true "
+                "and false"
             )
 
 

@@ -122,7 +122,8 @@ class Settings(Mapping[str, Any]):
         if self.get(key, values[0]) not in values:
             known_values = " or ".join(map(repr, values))
             raise ValueError(
-                f"{self._where} has {key} {self[key]!r}: of such models only {known_values} is known"
+                f"{self._where} has {key} {self[key]!r}: of such models only {known_values} is "
+                "known"
             )
 
     def all_understood(self, harmless: tuple[str, ...]) -> None:
@@ -139,6 +140,6 @@ class Settings(Mapping[str, Any]):
         # An unknown key is refused, because it may make a newer model compute something else.
         for key in sorted(self._told.keys() - self._asked - {*HARMLESS, *harmless}):
             raise ValueError(
-                f"{self._where} has {key} {self._told[key]!r}, which is not known here: what the model computes may "
-                "depend on it; if it does not, take the key out of the file"
+                f"{self._where} has {key} {self._told[key]!r}, which is not known here: what the "
+                "model computes may depend on it; if it does not, take the key out of the file"
             )

@@ -104,7 +104,8 @@ class LlamaConfig(TextConfig):
         shares_width = not self.head_width
         if self.heads < 1 or (shares_width and self.width % (2 * self.heads)):
             raise ValueError(
-                f"width={self.width} is not an even number for each of heads={self.heads}: change one of them"
+                f"width={self.width} is not an even number for each of heads={self.heads}: change "
+                "one of them"
             )
         if self.head_width % 2:
             raise ValueError(
@@ -123,7 +124,8 @@ class LlamaConfig(TextConfig):
         needs_window = "L" in self.spans and self.window < 1
         if set(self.spans) - {"L", "G"} or needs_window:
             raise ValueError(
-                f"spans={self.spans!r} with window={self.window}: give L and G alone, and a window of 1 at least for L"
+                f"spans={self.spans!r} with window={self.window}: give L and G alone, and a "
+                "window of 1 at least for L"
             )
 
     @property

@@ -98,7 +98,8 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
         if unknown or len(listed) != blocks:
             kinds_known = " or ".join(kinds)
             raise ValueError(
-                f"config.json has layer_types {listed}: of {blocks} blocks each is to be {kinds_known}"
+                f"config.json has layer_types {listed}: of {blocks} blocks each is to be "
+                f"{kinds_known}"
             )
         spans = "".join(map(kinds.__getitem__, listed))
     elif "sliding_window_pattern" in usual:
@@ -150,7 +151,8 @@ def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(
-            f"config.json has rope_type {kind!r}: of such models only 'default', 'linear' or 'llama3' is known"
+            f"config.json has rope_type {kind!r}: of such models only 'default', 'linear' or "
+            "'llama3' is known"
         )
     rope.only("partial_rotary_factor", 1.0, None)
     fields: dict[str, Any] = {"theta": rope.get("rope_theta", theta)}

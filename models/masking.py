@@ -118,8 +118,8 @@ def open_masked_text(
     def transform(vocabulary: int, marks: Marks) -> Transform:
         if marks.mask is None:
             raise ValueError(
-                f"the tokenizer of {vocabulary} tokens has no [MASK] or <mask>, which stands for a token that is to "
-                "be predicted: add one to it"
+                f"the tokenizer of {vocabulary} tokens has no [MASK] or <mask>, which stands for "
+                "a token that is to be predicted: add one to it"
             )
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}
         return partial(mask_record, vocabulary=vocabulary, marks=marks, **rates)

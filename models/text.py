@@ -59,8 +59,8 @@ def open_text(
     records, held_out_records = _records(documents, tokenizer, form, tokens)
     if not len(records) or not len(held_out_records):
         raise ValueError(
-            f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
-            "to hold out: give more text"
+            f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and "
+            f"{len(held_out_records)} to hold out: give more text"
         )
     vocab_size = tokenizer.get_vocab_size()
     marks = marks_of(tokenizer)
@@ -149,9 +149,9 @@ def open_next_tokens(
 def _template(data_path: Path | None, run_dir: Path) -> ChatTemplate:
     if (template := read_template(run_dir)) is None:
         raise ValueError(
-            f"'{data_path}' has conversations, and there is no chat template that writes them out: begin with "
-            "--init-from a folder that has one (chat_template.jinja, or in its tokenizer_config.json), or give a "
-            "field 'text'"
+            f"'{data_path}' has conversations, and there is no chat template that writes them "
+            "out: begin with --init-from a folder that has one (chat_template.jinja, or in its "
+            "tokenizer_config.json), or give a field 'text'"
         )
     return template
 

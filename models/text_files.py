@@ -75,7 +75,8 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"'{file}' is not UTF-8 text (byte {error.start}): convert it, e.g. with iconv -t utf-8, or leave it out"
+            f"'{file}' is not UTF-8 text (byte {error.start}): convert it, e.g. with iconv -t "
+            "utf-8, or leave it out"
         ) from error
     except OSError as error:
         raise ValueError(

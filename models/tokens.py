@@ -62,7 +62,8 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     start, end, mask = (first_known(names) for names in (_STARTS, _ENDS, _MASKS))
     if end is None:
         raise ValueError(
-            f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add one to it"
+            f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add "
+            "one to it"
         )
     added = tokenizer.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
@@ -125,8 +126,8 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
     # With fewer tokens, some rows of the model's table are never read, which does no harm.
     if size > vocabulary:
         raise ValueError(
-            f"the tokenizer has {size} tokens, the model {vocabulary}: use the size that the run began with, or begin "
-            f"one with --set vocabulary={size}"
+            f"the tokenizer has {size} tokens, the model {vocabulary}: use the size that the run "
+            f"began with, or begin one with --set vocabulary={size}"
         )
     return tokenizer
 

@@ -54,7 +54,8 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
     source, _, target = languages.partition("-")
     if not (source and target and source != target):
         raise ValueError(
-            f"languages='{languages}' must be two, that which is read and that which is written: en-de"
+            f"languages='{languages}' must be two, that which is read and that which is written: "
+            "en-de"
         )
     if path is None:
         return _split(catalog_pairs(source, target))
@@ -62,8 +63,8 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
     names = sorted(file.stem for file in sources if file.with_suffix(f".{target}").is_file())
     if not set(names) - {"valid"}:
         raise ValueError(
-            f"there are no two files such as train.{source} and train.{target} in '{path}': name a folder of them, and "
-            f"languages other than {languages} by --set languages=..."
+            f"there are no two files such as train.{source} and train.{target} in '{path}': name "
+            f"a folder of them, and languages other than {languages} by --set languages=..."
         )
     texts = {}
     for name in names:

@@ -62,7 +62,8 @@ class UNetConfig(ImageConfig):
             )
         if self.channels < 2 or self.channels % 2:
             raise ValueError(
-                f"channels={self.channels} must be a multiple of 2: the last level works on half of them"
+                f"channels={self.channels} must be a multiple of 2: the last level works on half "
+                "of them"
             )
         # The bottom needs a side of 2 or more, because one pixel has no variance to norm by.
         least = 2 << self.levels

@@ -81,7 +81,8 @@ class UserBatches:
         if ("place" in state) != self._keeps_place:
             keeps = "a place" if self._keeps_place else "no place"
             raise ValueError(
-                f"{self._called} keeps {keeps} of its own, and the run was saved {saved}: {dict(state)}"
+                f"{self._called} keeps {keeps} of its own, and the run was saved {saved}: "
+                f"{dict(state)}"
             )
         if self._keeps_place:
             place = state["place"]

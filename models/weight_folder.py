@@ -96,8 +96,8 @@ def open_folder(path: Path) -> Folder:
         if isinstance(problem, OSError) and problem.filename:
             reason = f"{problem.filename}: {problem.strerror}"
         raise ValueError(
-            f"{path} holds no weights: it should have a config.json and a model.safetensors, as save_pretrained of "
-            f"transformers writes them ({reason})"
+            f"{path} holds no weights: it should have a config.json and a model.safetensors, as "
+            f"save_pretrained of transformers writes them ({reason})"
         ) from problem
     return Folder(path, settings, files)
 

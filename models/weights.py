@@ -169,7 +169,8 @@ def read_params(
         if there != shape:
             problem = "is missing" if there is None else f"is {list(there)}"
             raise ValueError(
-                f"{folder.path} is of another architecture: {name} {problem} there, {list(shape)} here"
+                f"{folder.path} is of another architecture: {name} {problem} there, {list(shape)} "
+                "here"
             )
         folder.dtype(name)
     for name in sorted(folder.files.keys() - piece_of):
@@ -189,8 +190,8 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
     if name in form.copies:
         if not folder.repeats(name, form.copies[name]):
             raise ValueError(
-                f"{folder.path} is of another architecture: {name} differs there from {form.copies[name]}, "
-                "here both are one parameter"
+                f"{folder.path} is of another architecture: {name} differs there from "
+                f"{form.copies[name]}, here both are one parameter"
             )
         return
     if any(fnmatchcase(name, pattern) for pattern in form.ignored):

@@ -1,8 +1,9 @@
-"""Setuptools as a build backend, which writes the README for readers outside of the repository first.
+"""Setuptools as a build backend, which writes the README for readers outside of the repository
+first.
 
-`JVPIPE_HOME` is the address under which pages of the repository's files are found: relative links of the README then
-begin with it, and so do pictures, with `?raw=true` for the file itself. Without it links are plain words and pictures
-are left out, so that nothing is dead.
+`JVPIPE_HOME` is the address under which pages of the repository's files are found: relative links
+of the README then begin with it, and so do pictures, with `?raw=true` for the file itself. Without
+it links are plain words and pictures are left out, so that nothing is dead.
 """
 
 import os

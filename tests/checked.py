@@ -1,9 +1,11 @@
-"""An import hook: the functions and classes of a package check their annotations when they are called.
+"""An import hook: the functions and classes of a package check their annotations when they are
+called.
 
-The first calls of each function are checked, and then the first in each test. While they are, the function has
-the code of its checker; in between it has its own, and costs nothing: a wrapper that counts calls took a tenth of the
-suite, and checking them all a quarter of the tests of planners. Functions defined inside a function are not checked,
-unlike with `beartype.claw`: they would be compiled anew in each call around them, which took a third of some tests.
+The first calls of each function are checked, and then the first in each test. While they are, the
+function has the code of its checker; in between it has its own, and costs nothing: a wrapper that
+counts calls took a tenth of the suite, and checking them all a quarter of the tests of planners.
+Functions defined inside a function are not checked, unlike with `beartype.claw`: they would be
+compiled anew in each call around them, which took a third of some tests.
 """
 
 import ast
@@ -34,7 +36,9 @@ def _copied(made: FunctionType) -> FunctionType:
 
 
 def _handing_to(called: Callable[..., Any], names: tuple[str, ...]) -> CodeType:
-    """The code of a function that hands its arguments to another; names are those its closure has."""
+    """The code of a function that hands its arguments to another; names are those its closure
+    has.
+    """
 
     def hand(*args: Any, **kwargs: Any) -> Any:
         whom: Any = "called"
@@ -79,7 +83,9 @@ def check_again() -> None:
 
 
 def checking(made: Any) -> Any:
-    """A function whose annotations are checked; or a class whose making is, if a dataclass makes it."""
+    """A function whose annotations are checked; or a class whose making is, if a dataclass makes
+    it.
+    """
     if isinstance(made, type):
         if "__init__" in vars(made):
             checking(made.__init__)
@@ -95,7 +101,9 @@ def _check(node: ast.AST) -> ast.expr:
 
 
 class Decorating(ast.NodeTransformer):
-    """Decorates what a module defines, not what is inside it; a class last of all, so that all it has is checked."""
+    """Decorates what a module defines, not what is inside it; a class last of all, so that all it
+    has is checked.
+    """
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.decorator_list.append(_check(node))
@@ -121,7 +129,9 @@ class CheckedLoader(SourceFileLoader):
 
 
 class CheckedFinder(MetaPathFinder):
-    """Finds the modules of `package` as Python does, but for those of `skipped`, and lets them be checked."""
+    """Finds the modules of `package` as Python does, but for those of `skipped`, and lets them be
+    checked.
+    """
 
     def __init__(self, package: str, skipped: Collection[str]) -> None:
         self.package, self.skipped = package, skipped

@@ -47,7 +47,8 @@ def as_users_have_it() -> Iterator[None]:
 
 
 def here(main: Main, *arguments: str, stands: Path | None = None) -> CompletedProcess[str]:
-    """What has ended; it ran in this process, which has compiled much that such runs have in common.
+    """What has ended; it ran in this process, which has compiled much that such runs have in
+    common.
 
     Args:
         main: takes the arguments, and returns the exit code or None.

@@ -1,4 +1,5 @@
-"""Endings of losses: what users make of the values of single examples, in every form that a loss has.
+"""Endings of losses: what users make of the values of single examples, in every form that a loss
+has.
 
 An ending is a way to make one number of what each example has, in a form: plain, `Weighted`, beside
 a model state, beside aux. The oracle is plain JAX on whole micro-batches, one after another, and
@@ -33,7 +34,8 @@ RATE = 0.5
 class Seen:
     """What an ending is made of, of one micro-batch: `each` has a value for each example.
 
-    The `rows` are what the model makes of them before, the `sums` are what its layers have left, one value a layer.
+    The `rows` are what the model makes of them before, the `sums` are what its layers have left,
+    one value a layer.
     """
 
     params: Tree
@@ -349,7 +351,9 @@ def micro_batches() -> Iterator[tuple[int, Tree]]:
 
 
 def expected(ending: Ending, rng: jax.Array) -> tuple[Any, Tree, Tree, list[Tree]]:
-    """What one device makes of a step: the loss, the parameters, the model state, and the aux of each micro-batch."""
+    """What one device makes of a step: the loss, the parameters, the model state, and the aux of
+    each micro-batch.
+    """
     has_state, has_aux = ("has_state" in ending.options, "has_aux" in ending.options)
 
     @jax.jit

@@ -1,4 +1,6 @@
-"""Functions in processes of their own, forked from one that has imported much: that takes longer than a tiny run."""
+"""Functions in processes of their own, forked from one that has imported much: that takes longer
+than a tiny run.
+"""
 
 import atexit
 import faulthandler
@@ -34,7 +36,9 @@ Main = Callable[[Sequence[str]], int | None]
 
 @cache
 def compiled_folder() -> str:
-    """Where processes keep what they compile, for those that run the same later; it is gone when the tests end."""
+    """Where processes keep what they compile, for those that run the same later; it is gone when
+    the tests end.
+    """
     folder = mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -137,7 +141,8 @@ class Fork:
 def forked(
     main: Main, *arguments: str, stands: Path | None = None, largest_file_bytes: int | None = None
 ) -> Iterator[Fork]:
-    """A function in a process that does not outlive the block; it stands in a folder, and its disk may be nearly full.
+    """A function in a process that does not outlive the block; it stands in a folder, and its disk
+    may be nearly full.
 
     The function returns the exit code, or None.
     """

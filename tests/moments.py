@@ -12,7 +12,8 @@ _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 @contextmanager
 def copied_at_every_operation(folder: Path, copies: Path) -> Iterator[None]:
-    """Copies a folder to `copies` before each operation on files that Python tells of, and at the end.
+    """Copies a folder to `copies` before each operation on files that Python tells of, and at the
+    end.
 
     What a library writes in threads of its own falls between two of them.
     """

@@ -1,4 +1,6 @@
-"""Models as a user would write them, for `--model tests/own.py:NAME` and `--model tests.own:NAME`."""
+"""Models as a user would write them, for `--model tests/own.py:NAME` and `--model
+tests.own:NAME`.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

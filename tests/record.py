@@ -1,12 +1,14 @@
-"""A recorder: digests of what runs compute and hold and of what planners choose, before and after a rebuilding.
+"""A recorder: digests of what runs compute and hold and of what planners choose, before and after a
+rebuilding.
 
     python -m tests.record record FILE      # on the code as it was
     python -m tests.record compare FILE     # on the code as it is, on the same machine: bits are a machine's own
     python -m tests.record compare FILE --group     # with layers in groups: all but rows and their bytes
 
-Each case is a line of the file: its name, and what of it must stay as it was: losses, parameters, replays, the peaks
-of the ledger, what every row of the lowered lists does, plans, planned seconds and bytes. `--only TEXT` takes the cases
-whose names hold it. Checkpoints at rest lie in FILE.checkpoints and must restore under the code as it is.
+Each case is a line of the file: its name, and what of it must stay as it was: losses, parameters,
+replays, the peaks of the ledger, what every row of the lowered lists does, plans, planned seconds
+and bytes. `--only TEXT` takes the cases whose names hold it. Checkpoints at rest lie in
+FILE.checkpoints and must restore under the code as it is.
 """
 
 import argparse
@@ -55,7 +57,9 @@ STREAMS: dict[str, Schedule] = {
 
 
 def rows(lowered: Lowered) -> str:
-    """What each row does, whatever its buffers are called: where, and how many bytes it reads, writes and ends."""
+    """What each row does, whatever its buffers are called: where, and how many bytes it reads,
+    writes and ends.
+    """
 
     def sizes(ids: Iterable[int]) -> list[tuple[int, int]]:
         return sorted((lowered.buffers[b].memory, lowered.buffers[b].bytes) for b in ids)
@@ -194,7 +198,9 @@ def limited(m: Case) -> Record:
 
 
 def saved(m: Case, schedule: str | Schedule, folder: Path, name: str) -> Record:
-    """A checkpoint at rest restored under another cut; one that an older code wrote, if there is one."""
+    """A checkpoint at rest restored under another cut; one that an older code wrote, if there is
+    one.
+    """
     pipe, state = started(m, 2, schedule)
     state, _ = stepped(pipe, state, batches_of(m)[:1])
     here = folder / name
@@ -282,7 +288,9 @@ def cases(checkpoints: Path) -> Iterator[tuple[str, Callable[[], Record]]]:
 
 
 def record(folder: Path, only: str = "") -> dict[str, Record]:
-    """Runs the cases whose names hold `only`; no copy is ever late, so that peaks are those of the lists."""
+    """Runs the cases whose names hold `only`; no copy is ever late, so that peaks are those of the
+    lists.
+    """
 
     def arrived(array: jax.Array) -> bool:
         array.block_until_ready()

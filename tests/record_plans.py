@@ -1,13 +1,16 @@
-"""A recorder of plans: what planners find on drawn problems, before and after a rebuilding of the planner.
+"""A recorder of plans: what planners find on drawn problems, before and after a rebuilding of the
+planner.
 
     python -m tests.record_plans record FILE      # on the code as it was
     python -m tests.record_plans compare FILE     # on the code as it is; experiments/planners/recorded.json is kept
 
-Every problem is asked from outside, by the command line or by `plan_for`, so that nothing here knows what a planner is
-made of. A line of FILE has the simulated seconds of a step, the most bytes on a device, and the processor seconds that
-the planning took. `--only TEXT` takes the problems whose names hold it.
+Every problem is asked from outside, by the command line or by `plan_for`, so that nothing here
+knows what a planner is made of. A line of FILE has the simulated seconds of a step, the most bytes
+on a device, and the processor seconds that the planning took. `--only TEXT` takes the problems
+whose names hold it.
 
-`compare` fails if steps are longer in the mean by more than 0.2%, if one is by more than 0.5%, or if a plan is gone.
+`compare` fails if steps are longer in the mean by more than 0.2%, if one is by more than 0.5%, or
+if a plan is gone.
 """
 
 import argparse
@@ -55,7 +58,8 @@ def graph(rng: np.random.Generator, layers: int) -> str:
         activation, parameters = rng.integers(1, 200) * 10**6, rng.integers(0, 50) * 10**6
         lines.append(
             f"node{node} -- Layer{node} -- forward_compute_time={forward_ms:.4f}, "
-            f"backward_compute_time={forward_ms * ratio:.4f}, activation_size={activation}, parameter_size={parameters}"
+            f"backward_compute_time={forward_ms * ratio:.4f}, activation_size={activation}, "
+            f"parameter_size={parameters}"
         )
     lines += [f"  node{node} -- node{node + 1}" for node in range(layers - 1)]
     if layers > 6 and rng.random() < 0.3:
@@ -66,7 +70,9 @@ def graph(rng: np.random.Generator, layers: int) -> str:
 def cluster(
     rng: np.random.Generator, devices: int, *, unlike: bool = False, machines: int = 1
 ) -> str:
-    """Draws a cluster file: links of some speed, and where that is asked every second device slower and smaller."""
+    """Draws a cluster file: links of some speed, and where that is asked every second device slower
+    and smaller.
+    """
     gbytes = rng.choice([2, 6, 12, 25, 100])
     fast = "{ like = 'v100-a', memory_bytes = '1TiB' }"
     slow = "{ like = '2080ti', name = 'slow', memory_bytes = '1TiB' }"
@@ -87,7 +93,9 @@ def cluster(
 
 
 def chain(seed: int, schedule: str, limit: float | None, *, unlike: bool) -> Record:
-    """Plans a drawn chain by the command line; a limit is a share of what the plan without one holds."""
+    """Plans a drawn chain by the command line; a limit is a share of what the plan without one
+    holds.
+    """
     rng = np.random.default_rng(seed)
     stages = int(rng.integers(2, 5)) * (1 if limit is None else 2)
     layers, microbatches = int(rng.integers(2, 5)) * stages * 2, stages * int(rng.integers(1, 5))
@@ -193,7 +201,8 @@ def summary(old: dict[str, Record], new: dict[str, Record]) -> tuple[list[str], 
 
     >>> before, after = {"step_s": 1.0, "planning_s": 2.0}, {"step_s": 1.01, "planning_s": 1.0}
     >>> summary({"a": {"feasible": True, **before}}, {"a": {"feasible": True, **after}})
-    (['a: step 1.0100 of what it was', '1 steps: mean 1.0100, worst 1.0100; planning 0.50 of the seconds'], False)
+    (['a: step 1.0100 of what it was', '1 steps: mean 1.0100, worst 1.0100; planning 0.50 of the
+    seconds'], False)
     """
     both = [name for name in old if name in new]
     gone = [name for name in both if old[name]["feasible"] and not new[name]["feasible"]]
@@ -209,7 +218,8 @@ def summary(old: dict[str, Record], new: dict[str, Record]) -> tuple[list[str], 
     mean, worst = fmean(ratios.values()), max(ratios.values())
     share = spent_s[1] / spent_s[0]
     lines.append(
-        f"{len(ratios)} steps: mean {mean:.4f}, worst {worst:.4f}; planning {share:.2f} of the seconds"
+        f"{len(ratios)} steps: mean {mean:.4f}, worst {worst:.4f}; planning {share:.2f} of the "
+        "seconds"
     )
     return lines, not gone and mean <= MEAN and worst <= WORST
 

@@ -1,4 +1,6 @@
-"""An oracle between a loss and its pipeline: the layers of a graph, run one after another on one device."""
+"""An oracle between a loss and its pipeline: the layers of a graph, run one after another on one
+device.
+"""
 
 import os
 from collections.abc import Callable, Collection
@@ -25,7 +27,9 @@ Chooser = Callable[[Layer], Collection[str]]
 
 @dataclass
 class Outcome:
-    """What one micro-batch gives; `gradients` and `state` by leaf, `per_layer` by (layer, parameter)."""
+    """What one micro-batch gives; `gradients` and `state` by leaf, `per_layer` by (layer,
+    parameter).
+    """
 
     loss: jax.Array
     weight: jax.Array | None
@@ -37,7 +41,8 @@ class Outcome:
 
 @dataclass
 class Sequential:
-    """Runs all forwards in layer order, then all backwards in reverse; programs alike are compiled once.
+    """Runs all forwards in layer order, then all backwards in reverse; programs alike are compiled
+    once.
 
     Without `optimize` programs compile three times faster.
     """
@@ -48,7 +53,9 @@ class Sequential:
     optimize: bool = True
 
     def programs(self) -> list[LayerPrograms]:
-        """Forward and backward of each layer; the cotangents of what later layers read too come in as sums."""
+        """Forward and backward of each layer; the cotangents of what later layers read too come in
+        as sums.
+        """
         tensors = self.traced.graph.tensors
         return [
             self.store.layer(

@@ -46,7 +46,9 @@ def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
 
 
 def meshes(*sizes: int) -> list[Mesh]:
-    """As many meshes as there are devices for; of two sizes the first is of an axis for whole layers' weights."""
+    """As many meshes as there are devices for; of two sizes the first is of an axis for whole
+    layers' weights.
+    """
     sizes = sizes or (2,)
     each, names = math.prod(sizes), ("fsdp", "model")[-len(sizes) :]
     devices = jax.devices()
@@ -55,7 +57,9 @@ def meshes(*sizes: int) -> list[Mesh]:
 
 
 def coupled_loss(params: Any, state: Any, batch: Any, rng: Any) -> tuple[jax.Array, Any]:
-    """Batch norm, whose statistics the state remembers, and a loss that tells each example from the others."""
+    """Batch norm, whose statistics the state remembers, and a loss that tells each example from the
+    others.
+    """
     x, kept = batch, []
     for layer, mean in zip(params, state, strict=True):
         h = x @ layer["up"]

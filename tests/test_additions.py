@@ -1,7 +1,9 @@
-"""The pages about additions are followed on copies of the library, and each of their places is forgotten in turn.
+"""The pages about additions are followed on copies of the library, and each of their places is
+forgotten in turn.
 
-A forgotten place is loud if the copy cannot be imported, the addition not be used, or a named check fails: one of
-`tests/test_house.py`, `tests/test_lists.py` and `tests/ir/test_kinds.py`, which are copied too.
+A forgotten place is loud if the copy cannot be imported, the addition not be used, or a named check
+fails: one of `tests/test_house.py`, `tests/test_lists.py` and `tests/ir/test_kinds.py`, which are
+copied too.
 """
 
 import json
@@ -28,7 +30,9 @@ CHILD = Path(__file__).parent / "additions"
 
 @dataclass(frozen=True)
 class Place:
-    """A place of a page: what a file says (`old`), and what it is to say; of a file that is not there, nothing."""
+    """A place of a page: what a file says (`old`), and what it is to say; of a file that is not
+    there, nothing.
+    """
 
     file: str
     old: str
@@ -55,7 +59,9 @@ def places(addition: str) -> list[Place]:
 
 
 def hunks(block: str) -> Iterator[Place]:
-    """Reads a block: a line with a file's name, then lines that stay (blank), go (-) and come (+)."""
+    """Reads a block: a line with a file's name, then lines that stay (blank), go (-) and come
+    (+).
+    """
     for part in re.split(r"^# (?=jvpipe/|docs/)", block, flags=re.MULTILINE)[1:]:
         file, *lines = part.splitlines()
         old = "\n".join(line[1:] for line in lines if line[0] in " -")
@@ -75,7 +81,9 @@ def copy(to: Path, what: Collection[Place]) -> None:
 
 
 def complaints(copies: Mapping[Path, Collection[str]]) -> list[str | None]:
-    """What is said of each copy and the additions in it, by one process that forks for each; None is nothing."""
+    """What is said of each copy and the additions in it, by one process that forks for each; None
+    is nothing.
+    """
     asked = json.dumps({str(copy): list(additions) for copy, additions in copies.items()})
     done = subprocess.run(
         [sys.executable, CHILD / "check.py", asked],

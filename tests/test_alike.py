@@ -1,4 +1,6 @@
-"""What would be a second problem, decision or answer under another name: dataclasses with the same fields."""
+"""What would be a second problem, decision or answer under another name: dataclasses with the same
+fields.
+"""
 
 import ast
 from itertools import combinations
@@ -29,7 +31,9 @@ ALIKE = {
 }
 """Those that are alike today. No pair comes in, and one that is alike no more goes out."""
 DEFINED = "option("
-"""What a field says that defines an option: its name is that of what the option becomes, whoever holds it."""
+"""What a field says that defines an option: its name is that of what the option becomes, whoever
+holds it.
+"""
 
 
 def fields_of(text: str) -> dict[str, set[str]]:
@@ -50,7 +54,9 @@ def fields_of(text: str) -> dict[str, set[str]]:
 
 
 def are_alike(one: set[str], other: set[str]) -> bool:
-    """Tells whether two share more than half of the larger one's fields, or of the smaller one's if not few."""
+    """Tells whether two share more than half of the larger one's fields, or of the smaller one's if
+    not few.
+    """
     shared = len(one & other)
     smaller, larger = sorted((len(one), len(other)))
     return 2 * shared > larger or (2 * shared > smaller and shared >= FEW)

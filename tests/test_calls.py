@@ -1,4 +1,6 @@
-"""What is no argument is refused by a ValueError of few lines, whatever it is and wherever it is given."""
+"""What is no argument is refused by a ValueError of few lines, whatever it is and wherever it is
+given.
+"""
 
 import dataclasses
 import inspect
@@ -127,7 +129,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[jvpipe.Pipeline, 
 
 
 def calls_of(pipe: jvpipe.Pipeline, saved: Path) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Each argument of each public name, as a function of what is given for it; the others are right."""
+    """Each argument of each public name, as a function of what is given for it; the others are
+    right.
+    """
     methods: dict[str, dict[str, Any]] = {
         "step": {"batch": BATCH},
         "evaluate": {"batch": BATCH, "params": PARAMS},
@@ -189,7 +193,9 @@ def _called(
 
 
 def refused(call: Callable[[Any], Any], value: Any) -> str | None:
-    """The message with which a value was refused; None if it was taken, or if the loss itself failed on it."""
+    """The message with which a value was refused; None if it was taken, or if the loss itself
+    failed on it.
+    """
     try:
         call(value)
     except (ValueError, jvpipe.MemoryLimitExceeded) as error:

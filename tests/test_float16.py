@@ -1,4 +1,6 @@
-"""Gradients that float16 loses are scaled: they come through, overflows are left out, and cuts change no bit."""
+"""Gradients that float16 loses are scaled: they come through, overflows are left out, and cuts
+change no bit.
+"""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,6 @@
-"""What is listed by hand agrees with the registries and tables: pages, docstrings, and fields that somebody reads."""
+"""What is listed by hand agrees with the registries and tables: pages, docstrings, and fields that
+somebody reads.
+"""
 
 import ast
 import inspect

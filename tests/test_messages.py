@@ -1,7 +1,8 @@
 """Messages say what is wrong with the value, and what would do: none loses a field unseen.
 
-`python -m tests.test_messages` writes the fields of all messages to tests/messages.txt, one message on a line, sorted,
-whatever file it is in. A message that loses a field, or is taken out, is then a line of the diff that a reviewer sees.
+`python -m tests.test_messages` writes the fields of all messages to tests/messages.txt, one message
+on a line, sorted, whatever file it is in. A message that loses a field, or is taken out, is then a
+line of the diff that a reviewer sees.
 """
 
 import ast
@@ -65,7 +66,9 @@ WITHOUT_VALUE = {
 
 @dataclass(frozen=True)
 class Message:
-    """What is raised by a statement: the exception, the text between fields, and the fields as the code has them."""
+    """What is raised by a statement: the exception, the text between fields, and the fields as the
+    code has them.
+    """
 
     place: str
     error: str
@@ -79,7 +82,9 @@ class Message:
 
 
 def messages_of(code: str, place: str = "") -> Iterator[Message]:
-    """Yields the messages that a file of code raises; a call that makes the text elsewhere is a field itself."""
+    """Yields the messages that a file of code raises; a call that makes the text elsewhere is a
+    field itself.
+    """
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
             continue

@@ -1,4 +1,6 @@
-"""Names are nouns for what is held: participles and quantifiers that stand for anything are used sparingly."""
+"""Names are nouns for what is held: participles and quantifiers that stand for anything are used
+sparingly.
+"""
 
 import ast
 from collections import Counter, defaultdict
@@ -11,7 +13,9 @@ from tests.test_phrases import sources
 
 VAGUE = ("told", "known", "wanted", "held", "most", "made", "given", "own", "each")
 MOST_TIMES = 5
-"""How often one of them may be bound. Each says that something was told, known or made, and not what it is."""
+"""How often one of them may be bound. Each says that something was told, known or made, and not
+what it is.
+"""
 
 
 def bound(tree: ast.AST) -> Iterator[str]:

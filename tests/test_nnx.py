@@ -1,4 +1,6 @@
-"""Modules of NNX with dropout and batch norm are trained as one device trains them, cut anywhere."""
+"""Modules of NNX with dropout and batch norm are trained as one device trains them, cut
+anywhere.
+"""
 
 from typing import Any
 

@@ -21,7 +21,9 @@ from tests.grid import grid
 FOLDER = Path(__file__).parent / "own_programs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 DRAWS = ("diffusion", "nnx_dropout_batch_norm")
-"""Those that draw, by another key for each micro-batch: they are held to themselves on one device."""
+"""Those that draw, by another key for each micro-batch: they are held to themselves on one
+device.
+"""
 
 
 def plain(name: str) -> str:
@@ -66,7 +68,7 @@ def test_a_program_trains_over_a_pipeline_as_before(name: str) -> None:
     np.testing.assert_allclose(two["losses"], before["losses"], rtol=1e-4)
     leaves = zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(before["params"]), strict=True)
     for (path, ours), theirs in leaves:
-        # A bias of keys adds the same to all scores of a query: softmax does not see it, its gradient is rounding, and
-        # Adam makes whole steps of that.
+        # A bias of keys adds the same to all scores of a query: softmax does not see it, its
+        # gradient is rounding, and Adam makes whole steps of that.
         if not jax.tree_util.keystr(path).endswith("['key']['bias']"):
             np.testing.assert_allclose(ours, np.asarray(theirs), rtol=2e-2, atol=2e-4)

@@ -101,7 +101,9 @@ def test_who_cites_it_cites_this_version_and_its_licence() -> None:
 
 
 def test_what_is_locked_is_what_the_package_asks_for_each_with_its_hashes() -> None:
-    """`make lock` writes it; a package that is new in the extras would else be missing where `make locked` installs."""
+    """`make lock` writes it; a package that is new in the extras would else be missing where `make
+    locked` installs.
+    """
     locked = (ROOT / "requirements-dev.txt").read_text()
     assert "://" not in locked
     pins = re.split(r"\n(?=\S)", locked.strip())

@@ -1,4 +1,6 @@
-"""Prose is plain English: no docstring, comment, message or page has a phrase of tests/phrases.txt."""
+"""Prose is plain English: no docstring, comment, message or page has a phrase of
+tests/phrases.txt.
+"""
 
 import ast
 import io
@@ -30,7 +32,9 @@ def sources() -> list[Path]:
 
 
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the docstrings, comments and messages of a file of code, with the lines where they begin."""
+    """Yields the docstrings, comments and messages of a file of code, with the lines where they
+    begin.
+    """
     text = path.read_text()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

@@ -557,8 +557,8 @@ def test_a_stage_that_raises_is_named() -> None:
 # What it is made of
 
 CONTRACT = (
-    "init step evaluate predict run params plan explain migrate needs update_model save restore ledger "
-    "model_state optimizer_state with_optimizer_state drain adapt precompile wait session"
+    "init step evaluate predict run params plan explain migrate needs update_model save restore "
+    "ledger model_state optimizer_state with_optimizer_state drain adapt precompile wait session"
 )
 ROOT = Path(__file__).parents[1]
 
@@ -575,7 +575,9 @@ def private_members() -> set[str]:
 
 
 def reaches(source: str, names: set[str]) -> list[str]:
-    """The private members that a text takes of another object than its own, in code or in a name to monkeypatch."""
+    """The private members that a text takes of another object than its own, in code or in a name to
+    monkeypatch.
+    """
     return re.findall(rf"(?<!self)(?<!cls)\.(?:{'|'.join(sorted(names))})\b", source)
 
 

@@ -1,4 +1,6 @@
-"""Command lines of `python -m jvpipe.plan` that chance wrote, on graph files that chance damaged."""
+"""Command lines of `python -m jvpipe.plan` that chance wrote, on graph files that chance
+damaged.
+"""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""The way of a problem to a decision, counted: over calls drawn by hand, and over those of jvpipe's own planner."""
+"""The way of a problem to a decision, counted: over calls drawn by hand, and over those of jvpipe's
+own planner.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

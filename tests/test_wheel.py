@@ -1,4 +1,6 @@
-"""The wheel holds jvpipe with jvpipe.models and nothing else; beside the core's packages alone it works."""
+"""The wheel holds jvpipe with jvpipe.models and nothing else; beside the core's packages alone it
+works.
+"""
 
 import json
 import shutil
@@ -101,7 +103,9 @@ def needed(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that holds the wheel and, as links, what the core needs: nothing is downloaded."""
+    """The Python of an environment that holds the wheel and, as links, what the core needs: nothing
+    is downloaded.
+    """
     root = tmp_path_factory.mktemp("environment")
     venv.create(root, with_pip=False, symlinks=True)
     (site,) = root.glob("lib/python*/site-packages")

@@ -23,7 +23,9 @@ def records(content: bytes) -> Iterator[bytes]:
 
 
 def chunks(content: bytes, at: int) -> Iterator[bytes]:
-    """The records of a LevelDB log: in blocks, each a checksum, a length and whether it is a part of one."""
+    """The records of a LevelDB log: in blocks, each a checksum, a length and whether it is a part
+    of one.
+    """
     parts = b""
     while at + 7 <= len(content):
         left = _BLOCK - at % _BLOCK
@@ -38,7 +40,9 @@ def chunks(content: bytes, at: int) -> Iterator[bytes]:
 
 
 def of_tensorboard(run: Path) -> Logged:
-    """The scalars of a run, as TensorBoard shows them: what a later start has purged is not there."""
+    """The scalars of a run, as TensorBoard shows them: what a later start has purged is not
+    there.
+    """
     from tensorboardX.proto import event_pb2
 
     events: Any = event_pb2

@@ -1,10 +1,12 @@
-"""Counts the rooms that a problem passes through on its way to a decision, and the names that it meets there.
+"""Counts the rooms that a problem passes through on its way to a decision, and the names that it
+meets there.
 
     python -m tests.walk
 
-A call is on the way if one of its arguments is the problem, or holds it: as an attribute, or as an item of a tuple or
-list. A file with such a function is a room. The names are those of all parameters of these functions. Beside them
-stands what is called at all until there is a decision, whether or not it sees the problem.
+A call is on the way if one of its arguments is the problem, or holds it: as an attribute, or as an
+item of a tuple or list. A file with such a function is a room. The names are those of all
+parameters of these functions. Beside them stands what is called at all until there is a decision,
+whether or not it sees the problem.
 """
 
 import sys
@@ -26,7 +28,9 @@ SEQUENCES = (tuple, list)
 
 @dataclass(frozen=True)
 class Walk:
-    """The functions that were called, by their code, and those of them that were handed the problem."""
+    """The functions that were called, by their code, and those of them that were handed the
+    problem.
+    """
 
     called: frozenset[CodeType]
     passed: frozenset[CodeType]

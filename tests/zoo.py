@@ -203,7 +203,9 @@ def transformer(blocks: int = 2, *, pre_norm: bool = True, keys: str | None = "f
 
 
 def scanned(blocks: int = 3) -> Case:
-    """Feed-forward blocks stacked for a scan over them, with a remat and dropout inside and something from each."""
+    """Feed-forward blocks stacked for a scan over them, with a remat and dropout inside and
+    something from each.
+    """
     draw = draws(10)
     ones, zeros = np.ones((blocks, D), np.float32), np.zeros((blocks, D), np.float32)
     stacked = {
@@ -295,7 +297,9 @@ def unet(depth: int = 3) -> Case:
 
 
 def three_readers(depth: int = 6) -> Case:
-    """The first layer's result is read again by three later layers: a skip across two cuts, and two more."""
+    """The first layer's result is read again by three later layers: a skip across two cuts, and two
+    more.
+    """
     base = mlp(depth)
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
@@ -365,7 +369,9 @@ def recurrent() -> Case:
 
 
 def loops() -> Case:
-    """A fori_loop over powers, a while_loop over integers, and one over activations that no gradient enters."""
+    """A fori_loop over powers, a while_loop over integers, and one over activations that no
+    gradient enters.
+    """
     base = mlp(4)
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> jax.Array:
@@ -512,7 +518,9 @@ def nested() -> Case:
 
 
 def with_aux() -> Case:
-    """A weighted loss, and beside it arrays, integers and another weighted mean from several places."""
+    """A weighted loss, and beside it arrays, integers and another weighted mean from several
+    places.
+    """
     base = transformer(1, keys=None)
 
     def loss_fn(params: Tree, batch: Tree, rng: Any) -> tuple[Weighted, Tree]:
@@ -534,7 +542,9 @@ def with_aux() -> Case:
 
 
 def unused() -> Case:
-    """A parameter that the loss never reads, one read through stop_gradient alone, one read only by aux."""
+    """A parameter that the loss never reads, one read through stop_gradient alone, one read only by
+    aux.
+    """
     base = mlp(4)
     draw = draws(9)
     params = {"layers": base.params, "never": draw(3), "stopped": draw(D), "watched": draw(D)}
@@ -577,7 +587,9 @@ def _norm_params(draw: Callable[..., np.ndarray], *shape: int) -> Tree:
 
 
 def contrastive() -> Case:
-    """Two towers whose normalized outputs are compared with each other: each pair against all others of the batch."""
+    """Two towers whose normalized outputs are compared with each other: each pair against all
+    others of the batch.
+    """
     draw = draws(11)
     params = {name: [draw(D, 2 * D), draw(2 * D, D)] for name in "xy"}
 
@@ -590,7 +602,9 @@ def contrastive() -> Case:
 
 
 def mixer(blocks: int = 1) -> Case:
-    """MLP-mixer: products along the tokens of what is normalized along the channels, and the other way round."""
+    """MLP-mixer: products along the tokens of what is normalized along the channels, and the other
+    way round.
+    """
     draw = draws(12)
     params = [
         {

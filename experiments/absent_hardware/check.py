@@ -1,9 +1,11 @@
-"""The compiled bytes of plans, summed once more without jvpipe's child, its count of peaks or its reading of tiles.
+"""The compiled bytes of plans, summed once more without jvpipe's child, its count of peaks or its
+reading of tiles.
 
     python -m experiments.absent_hardware.check bert:mini h100 2
 
-JAX itself compiles each program for a device of the topology; `memory_analysis` tells its temporaries, the layouts
-of its arguments and results what each array takes. The rows of the step are then walked with a set of what is alive.
+JAX itself compiles each program for a device of the topology; `memory_analysis` tells its
+temporaries, the layouts of its arguments and results what each array takes. The rows of the step
+are then walked with a set of what is alive.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Temporaries of a model's programs, as counted and as compiled; each distinct layer keeps everything.
+"""Temporaries of a model's programs, as counted and as compiled; each distinct layer keeps
+everything.
 
     python -m experiments.absent_hardware.programs bert:large h100
     python -m experiments.absent_hardware.programs bert:large h100 4 3 B  # layer 3's backward: its equations

@@ -3,8 +3,8 @@
     python -m experiments.absent_hardware.table                         # what is missing, and then the table
     python -m experiments.absent_hardware.table gpt2:medium h100,v5e 4  # these cells once more
 
-wants `jvpipe[aot-cuda]` or `jvpipe[aot-tpu]`. Each cell is a line of cells.jsonl as soon as it is there; what compilers
-say is kept: a second run takes seconds. Limits are what the devices have.
+wants `jvpipe[aot-cuda]` or `jvpipe[aot-tpu]`. Each cell is a line of cells.jsonl as soon as it is
+there; what compilers say is kept: a second run takes seconds. Limits are what the devices have.
 """
 
 import json
@@ -35,7 +35,9 @@ WORKLOADS = {
     "unet:233m": {},
     "amoebanet:82m": {},
 }
-"""The twelve, with the batch and what else is not the model's own: sequences that a device can hold."""
+"""The twelve, with the batch and what else is not the model's own: sequences that a device can
+hold.
+"""
 HARDWARE, STAGES = ("h100", "a100-80gb", "v5e"), (2, 4)
 
 Cell = dict[str, Any]

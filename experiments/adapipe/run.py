@@ -1,7 +1,10 @@
-"""AdaPipe's comparison, planned and simulated at its models' size: python -m experiments.adapipe.run [MODEL ...]
+"""AdaPipe's comparison, planned and simulated at its models' size.
 
-Nothing runs: layers are estimated from their shapes. A stage is a machine of eight A100s of 80 GB, taken as one device
-of eight times the memory and speed: a tensor-parallel group whose own collectives take no time.
+    python -m experiments.adapipe.run [MODEL ...]
+
+Nothing runs: layers are estimated from their shapes. A stage is a machine of eight A100s of 80 GB,
+taken as one device of eight times the memory and speed: a tensor-parallel group whose own
+collectives take no time.
 """
 
 import sys
@@ -27,7 +30,9 @@ MICRO_BATCHES = 32
 
 
 def grouped(cluster: Cluster) -> Cluster:
-    """Machines of `GROUP` devices as devices of so many times the memory and the speeds, a network each."""
+    """Machines of `GROUP` devices as devices of so many times the memory and the speeds, a network
+    each.
+    """
     one = cluster.device
     device = Accelerator(
         f"{GROUP} x {one.name}",
@@ -117,7 +122,9 @@ WAYS: Mapping[str, Callable[[Problem], float | None]] = {
 
 
 def cells(problem: Problem) -> Iterator[str]:
-    """Yields each way's seconds of a step, and how many times faster it is than the better uniform one."""
+    """Yields each way's seconds of a step, and how many times faster it is than the better uniform
+    one.
+    """
     found = {name: way(problem) for name, way in WAYS.items()}
     known = [x for x in list(found.values())[:2] if x is not None]
     for seconds in found.values():

@@ -1,10 +1,12 @@
-"""Which kernels layers have in a group, and which alone, by the compiler of hardware that is not here.
+"""Which kernels layers have in a group, and which alone, by the compiler of hardware that is not
+here.
 
     python -m experiments.compiled_bits.grouped bert:tiny h100,v5e [FOLDER]
 
-wants `jvpipe[aot-cuda]` or `jvpipe[aot-tpu]`. The model is cut into two stages; each group of rows is compiled whole
-and part by part. A group is alike if its sums (products, convolutions, reductions) are those of its parts, all of these
-and no others. What was compiled lies in FOLDER (compiled_bits): a second run takes seconds.
+wants `jvpipe[aot-cuda]` or `jvpipe[aot-tpu]`. The model is cut into two stages; each group of rows
+is compiled whole and part by part. A group is alike if its sums (products, convolutions,
+reductions) are those of its parts, all of these and no others. What was compiled lies in FOLDER
+(compiled_bits): a second run takes seconds.
 """
 
 import os
@@ -63,7 +65,9 @@ def _bytes(program: Iterable[Kernel]) -> int:
 
 
 def programs(model: str, size: str) -> Iterator[tuple[str, Program, list[Program]]]:
-    """Yields each distinct group of a model's forwards and backwards: its name, its program, those of its parts."""
+    """Yields each distinct group of a model's forwards and backwards: its name, its program, those
+    of its parts.
+    """
     workload = load(model, size)
     pipe = jvpipe.Pipeline(
         workload.loss_fn,

@@ -2,9 +2,10 @@
 
     %fusion.2 = f32[8,4]{1,0} fusion(%x, %gemm.1), kind=kLoop, calls=%fused_computation.3, backend_config={...}
 
-Each result of a kernel has a text of its own: the equations that make it, in one order and without names, the layouts
-that they read and write, and how the compiler has configured them. Two results with one text are computed alike. What
-does not decide bits is left out: names, sources, queues, estimates, and in which memory of the device operands lie.
+Each result of a kernel has a text of its own: the equations that make it, in one order and without
+names, the layouts that they read and write, and how the compiler has configured them. Two results
+with one text are computed alike. What does not decide bits is left out: names, sources, queues,
+estimates, and in which memory of the device operands lie.
 """
 
 import hashlib
@@ -31,7 +32,9 @@ SUMS = {
     "cholesky",
     "triangular-solve",
 }
-"""What adds up in an order that is the compiler's: products, convolutions and reductions, and what libraries do."""
+"""What adds up in an order that is the compiler's: products, convolutions and reductions, and what
+libraries do.
+"""
 _MOVES_NOTHING = {
     "parameter",
     "constant",
@@ -95,7 +98,9 @@ class _Instruction:
 
     @property
     def rounds(self) -> bool:
-        """Whether it is a product or convolution at the precision that a TPU has unless another is asked for."""
+        """Whether it is a product or convolution at the precision that a TPU has unless another is
+        asked for.
+        """
         return (
             self.opcode in ("dot", "convolution")
             and "operand_precision={high" not in self.attributes
@@ -103,7 +108,9 @@ class _Instruction:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it rounds to the precision that its operand has: what `jax.checkpoint` saves is marked so."""
+        """Whether it rounds to the precision that its operand has: what `jax.checkpoint` saves is
+        marked so.
+        """
         own = {"f32": (8, 23), "bf16": (8, 7), "f16": (5, 10)}.get(self.type.partition("[")[0])
         said = re.search(r"exponent_bits=(\d+), mantissa_bits=(\d+)", self.attributes)
         return (
@@ -284,7 +291,9 @@ def _closed(text: str) -> int:
 
 
 def _plain(type_text: str) -> str:
-    """A type and its layout, without tiles, which follow from these, and memory: S(1) is a TPU's faster one."""
+    """A type and its layout, without tiles, which follow from these, and memory: S(1) is a TPU's
+    faster one.
+    """
     return re.sub(r"\{:?\}", "", re.sub(r":[TS(][^}]*", "", type_text))
 
 

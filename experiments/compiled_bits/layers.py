@@ -1,6 +1,7 @@
 """A layer's programs under all fates, whole and in halves, as a target's compiler makes them.
 
-A layer is computed alike if its sums are (products, convolutions, reductions, and what libraries do):
+A layer is computed alike if its sums are (products, convolutions, reductions, and what libraries
+do):
 
     F    has those of the F that keeps everything, whatever it keeps
     B    has those of the B for which everything was kept, and beside these only what F has

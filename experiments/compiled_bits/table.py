@@ -1,9 +1,10 @@
-"""Which part of layers is computed alike under all fates, by the compiler of hardware that is not here.
+"""Which part of layers is computed alike under all fates, by the compiler of hardware that is not
+here.
 
     python -m experiments.compiled_bits.table bert:tiny,resnet:tiny h100,v5e float32,bfloat16 [FOLDER]
 
-wants `jvpipe[aot-cuda]` or `jvpipe[aot-tpu]`. Each cell is a line as soon as it is there. What was compiled lies in
-FOLDER (compiled_bits): a second run takes seconds.
+wants `jvpipe[aot-cuda]` or `jvpipe[aot-tpu]`. Each cell is a line as soon as it is there. What was
+compiled lies in FOLDER (compiled_bits): a second run takes seconds.
 """
 
 import os
@@ -53,8 +54,8 @@ def main(models: str, targets: str, dtypes: str, folder: str = "compiled_bits") 
     jax.config.update("jax_platforms", "cpu")
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     print(
-        "| model | size | target | type | layers | sums alike, free | laid out | others alike, free | laid out "
-        "| kernels | bytes | unlike | s |\n|" + "---|" * 13
+        "| model | size | target | type | layers | sums alike, free | laid out | others alike, "
+        "free | laid out | kernels | bytes | unlike | s |\n|" + "---|" * 13
     )
     for model, target, dtype in product(models.split(","), targets.split(","), dtypes.split(",")):
         print(row(model, target, dtype, Path(folder)), flush=True)

@@ -1,4 +1,6 @@
-"""What each part of jvpipe brings, switched off alone: python -m experiments.components.run [MODEL ...]
+"""What each part of jvpipe brings, switched off alone.
+
+    python -m experiments.components.run [MODEL ...]
 
 Nothing runs: layers are estimated from their shapes, plans are simulated.
 """
@@ -88,7 +90,8 @@ def without_recomputation(problem: Problem) -> float | None:
 
 
 def swapping(problem: Problem) -> Problem:
-    """The problem in which what may be kept is kept or swapped: to compute it again takes `NEVER_S` more.
+    """The problem in which what may be kept is kept or swapped: to compute it again takes `NEVER_S`
+    more.
 
     A plan that does so all the same stands for none.
     """
@@ -136,7 +139,9 @@ def without_direct_edges(problem: Problem) -> float | None:
 
 
 def relayed(edge: Edge) -> Edge:
-    """An edge whose value every layer on its way reads, so that every stage on it receives it and sends it on."""
+    """An edge whose value every layer on its way reads, so that every stage on it receives it and
+    sends it on.
+    """
     return replace(edge, readers=tuple(range(edge.producer + 1, max(edge.readers) + 1)))
 
 
@@ -145,7 +150,9 @@ def under_gpipe(problem: Problem) -> float | None:
 
 
 def stayed_and_moved_s(problem: Problem) -> tuple[float, float] | None:
-    """Seconds of a step once the slowest stage's device has become slow: under the plan of before, and the best one."""
+    """Seconds of a step once the slowest stage's device has become slow: under the plan of before,
+    and the best one.
+    """
     before = planned(problem)
     if before is None:
         return None
@@ -175,7 +182,9 @@ COMPONENTS: Mapping[str, Callable[[Problem], float | None]] = {
 
 
 def column(problem: Problem) -> Iterator[str]:
-    """Yields seconds of a step with everything on, then how many times as long it takes without each component."""
+    """Yields seconds of a step with everything on, then how many times as long it takes without
+    each component.
+    """
     all_s = planned_s(problem)
     assert all_s is not None, "with everything on there is a plan"
     yield f"{all_s:.2f} s"

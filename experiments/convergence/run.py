@@ -1,4 +1,7 @@
-"""Held-out loss against examples and against seconds: python -m experiments.convergence.run [WAY ...]."""
+"""Held-out loss against examples and against seconds.
+
+python -m experiments.convergence.run [WAY ...].
+"""
 
 import math
 import sys
@@ -26,7 +29,9 @@ RATES = (
 
 @dataclass(frozen=True)
 class Way:
-    """A schedule; if it `moves`, a layer moves to the other device half way, while training runs."""
+    """A schedule; if it `moves`, a layer moves to the other device half way, while training
+    runs.
+    """
 
     schedule: str
     moves: bool = False
@@ -95,7 +100,9 @@ def train(way: Way, workload: Workload, data: Data, steps: int) -> Curve:
 
 
 def _schedule(name: str, steps: int) -> tuple[Schedule, int]:
-    """A schedule, and the updates of so many steps under it; PipeMare's T1 ends after a quarter of them."""
+    """A schedule, and the updates of so many steps under it; PipeMare's T1 ends after a quarter of
+    them.
+    """
     updates = steps * (MICROBATCHES if find_schedule(name).period(MICROBATCHES) == 1 else 1)
     return PipeMare(anneal_updates=updates // 4) if name == "pipemare" else find_schedule(
         name
@@ -122,7 +129,8 @@ def main(names: list[str], steps: int = 400, **shape: int) -> int:
             print(train(WAYS[name], workload, data, steps).row(name), flush=True)
         known = workload.open_data(None, Path(folder), 0, BATCH).baseline_loss
     print(
-        f"by how often each token occurs: {known:.3f}; by chance: {math.log(workload.config.vocabulary):.3f}"
+        f"by how often each token occurs: {known:.3f}; by chance: "
+        f"{math.log(workload.config.vocabulary):.3f}"
     )
     return 0
 

@@ -56,18 +56,25 @@ def deepened(costs: Costs, more: int) -> Costs:
 
 
 def fits(problem: Problem, costs: Costs, stages: int) -> bool:
-    """Whether any cuts fit so many devices if layers keep their input alone and compute all else again."""
+    """Whether any cuts fit so many devices if layers keep their input alone and compute all else
+    again.
+    """
     again = tuple(replace(layer, options=layer.options[-1:]) for layer in costs.layers)
     asked = replace(problem, costs=replace(costs, layers=again), stages=stages)
     return least_kept_bytes(asked) <= (problem.memory_limit_bytes or 0)
 
 
 def table() -> Iterator[str]:
-    """Yields the table: the paper's depths beside ours, and how many times one device's they are."""
+    """Yields the table: the paper's depths beside ours, and how many times one device's they
+    are.
+    """
     asked = question("bert", "48", MICRO_BATCH * MICRO_BATCHES, MICRO_BATCHES, stages=2).problem(
         find_cluster("v100-a")
     )
-    yield "| devices | paper, layers | of one device's | ours, layers | of one device's | parameters |"
+    yield (
+        "| devices | paper, layers | of one device's | ours, layers | of one device's | "
+        "parameters |"
+    )
     yield "|---|---|---|---|---|---|"
     first = 0
     for stages, paper in PAPER.items():

@@ -1,9 +1,10 @@
 """DAPPLE's tables V, VI and VII, planned and simulated: python -m experiments.dapple.run [--quick]
 
-Configurations A, B and C are `v100-a`, `v100-b` and `v100-c`, 16 devices each. ResNet-50 and GNMT are PipeDream's, of
-`experiments/planners/profiles`, their seconds in proportion to the batch; the others are traced at their real sizes and
-estimated, with the paper's optimizers. Each plan is made twice: all-reduces after a stage's last backward, and
-overlapping it (as DAPPLE's data parallelism does). `--quick` leaves out what is traced.
+Configurations A, B and C are `v100-a`, `v100-b` and `v100-c`, 16 devices each. ResNet-50 and GNMT
+are PipeDream's, of `experiments/planners/profiles`, their seconds in proportion to the batch; the
+others are traced at their real sizes and estimated, with the paper's optimizers. Each plan is made
+twice: all-reduces after a stage's last backward, and overlapping it (as DAPPLE's data parallelism
+does). `--quick` leaves out what is traced.
 """
 
 import sys
@@ -154,7 +155,9 @@ def kind_s(planned: Planned, kind: str) -> str:
 
 
 def other_s(planner: str, shapes: Shapes, best_s: float) -> str:
-    """The seconds of another planner's best plan, of all sizes of micro-batches, over those of the best plan."""
+    """The seconds of another planner's best plan, of all sizes of micro-batches, over those of the
+    best plan.
+    """
     try:
         return f"{ask_shapes(planner, shapes).step_s / best_s:.2f}"
     except Infeasible:
@@ -164,11 +167,13 @@ def other_s(planner: str, shapes: Shapes, best_s: float) -> str:
 
 
 def table_v(rows: tuple[Row, ...]) -> Iterator[str]:
-    """Yields table V: ours beside the paper's, what other shapes take, and what the papers' planners find."""
+    """Yields table V: ours beside the paper's, what other shapes take, and what the papers'
+    planners find.
+    """
     others = ("data parallel", "straight", "two stages")
     yield (
-        "| model (batch) | on | reduce | paper | ours | step s | gap | DP | straight | two stages | dapple | pipedream "
-        "| planned in s |"
+        "| model (batch) | on | reduce | paper | ours | step s | gap | DP | straight | two stages "
+        "| dapple | pipedream | planned in s |"
     )
     yield "|---" * 13 + "|"
     for row in rows:
@@ -196,7 +201,9 @@ def gap(shapes: Shapes, planned: Planned) -> float:
 
 
 def table_vi() -> Iterator[str]:
-    """Yields table VI: BERT-48 on two stages of B, micro-batches of 2, everything kept or run again."""
+    """Yields table VI: BERT-48 on two stages of B, micro-batches of 2, everything kept or run
+    again.
+    """
     paper = {
         (2, False): 5.10,
         (8, False): 7.60,
@@ -232,7 +239,9 @@ def table_vi() -> Iterator[str]:
 
 
 def beside_gpipe(sized: Sized = TRACED["bert-48"]) -> Iterator[str]:
-    """Yields 1F1B (DAPPLE's order) beside GPipe's, straight on two devices of B, everything kept."""
+    """Yields 1F1B (DAPPLE's order) beside GPipe's, straight on two devices of B, everything
+    kept.
+    """
     yield "| order | M | examples/s | of GPipe's M = 2 | average peak GB | of GPipe's M = 2 |"
     yield "|---|---|---|---|---|---|"
     asked = sized.question(4, 2, 2).problem(find_cluster("v100-b"))
@@ -248,18 +257,25 @@ def beside_gpipe(sized: Sized = TRACED["bert-48"]) -> Iterator[str]:
                 fmean(found.device_bytes) / 1e9,
             )
             first = first or (rate, held)
-            yield f"| {order} | {count} | {rate:.1f} | {rate / first[0]:.2f} | {held:.2f} | {held / first[1]:.2f} |"
+            yield (
+                f"| {order} | {count} | {rate:.1f} | {rate / first[0]:.2f} | {held:.2f} | "
+                f"{held / first[1]:.2f} |"
+            )
 
 
 def policies(
     chains: Sequence[tuple[str, int, int]] = (("gnmt", 1024, 4), ("bert-48", 64, 1)),
 ) -> Iterator[str]:
-    """Yields DAPPLE's straight plans on C with as many micro-batches in flight as its policies A and B say.
+    """Yields DAPPLE's straight plans on C with as many micro-batches in flight as its policies A
+    and B say.
 
     Args:
         chains: models, their batches and the examples of a micro-batch.
     """
-    yield "| model (batch; mu) | policy | micro-batches in flight on the first stage | step s | fullest GB |"
+    yield (
+        "| model (batch; mu) | policy | micro-batches in flight on the first stage | step s | "
+        "fullest GB |"
+    )
     yield "|---|---|---|---|---|"
     for model, batch, size in chains:
         limited = shapes_of(model, batch, "C")
@@ -316,7 +332,8 @@ def main(words: Sequence[str]) -> None:
     """Prints the tables as they are made.
 
     Args:
-        words: the tables that are wanted, all unless named, and models; `--quick` leaves out what is traced.
+        words: the tables that are wanted, all unless named, and models; `--quick` leaves out what
+            is traced.
     """
     quick, models = "--quick" in words, {*PROFILED_BATCH, *TRACED}
     chosen = models.intersection(words) or (

@@ -1,6 +1,9 @@
-"""Processor seconds of the planner of replicated stages: python -m experiments.dapple.speed [devices ...]
+"""Processor seconds of the planner of replicated stages.
 
-PipeDream's profiles on machines of eight devices as those of configuration A; a batch of as much per device.
+    python -m experiments.dapple.speed [devices ...]
+
+PipeDream's profiles on machines of eight devices as those of configuration A; a batch of as much
+per device.
 """
 
 import sys

@@ -1,1 +1,3 @@
-"""Whether cuts, fates, limits and migrations leave every bit as one stage that keeps everything has it."""
+"""Whether cuts, fates, limits and migrations leave every bit as one stage that keeps everything has
+it.
+"""

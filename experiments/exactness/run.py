@@ -15,7 +15,9 @@ SEEDS = 2  # of random cuts with random fates, each also migrated to the next
 
 
 def main() -> None:
-    """A row for each subject and type: how many runs, how many of them differ from one stage that keeps everything."""
+    """A row for each subject and type: how many runs, how many of them differ from one stage that
+    keeps everything.
+    """
     jax.config.update("jax_num_cpu_devices", 2)
     from experiments.exactness.subjects import SUBJECTS, in_bfloat16
 
@@ -33,7 +35,10 @@ def main() -> None:
             graph = whole.graph
             candidates = sum(len(layer.candidates) for layer in graph.layers)
             taken_s = time.perf_counter() - start_s
-            shown = f"{len(graph.layers)} | {candidates} | {whole.count} | {', '.join(wrong) or 0} | {taken_s:.0f}"
+            shown = (
+                f"{len(graph.layers)} | {candidates} | {whole.count} | {', '.join(wrong) or 0} | "
+                f"{taken_s:.0f}"
+            )
             print(f"| {name} | {dtype} | {shown} |", flush=True)
     print(f"{differing} runs differ")
 
@@ -70,7 +75,9 @@ class _Runs:
                 yield f"limit {limit}", self._trained(1, memory_limit=limit, planner="jvpipe")[1]
 
     def _drawn(self, seed: int) -> Any:
-        """A plan of random cuts in which every candidate, and every tensor that may have one, has a random fate."""
+        """A plan of random cuts in which every candidate, and every tensor that may have one, has a
+        random fate.
+        """
         draw, graph = random.Random(seed), self.graph
         layers = len(graph.layers)
         ends = sorted(draw.sample(range(1, layers), min(1 + seed % 2, layers - 1)))
@@ -90,7 +97,9 @@ class _Runs:
     def _trained(
         self, plan: Any, then: Any = None, planner: str = "even", **options: Any
     ) -> tuple[Any, bytes]:
-        """The pipeline after some steps, and the bits of its losses and parameters; after the first it may migrate."""
+        """The pipeline after some steps, and the bits of its losses and parameters; after the first
+        it may migrate.
+        """
         import optax
 
         import jvpipe

@@ -1,4 +1,5 @@
-"""Small losses of many kinds, for bits: norms before products, reductions, loops, random bits, rules of the user's.
+"""Small losses of many kinds, for bits: norms before products, reductions, loops, random bits,
+rules of the user's.
 
 Axes: B batch, T tokens, D model, H heads, V vocabulary, C channels, G groups.
 """
@@ -159,7 +160,9 @@ def decoder(
     stacked: str = "",
     remat: bool = False,
 ) -> Subject:
-    """A causal decoder with gated MLPs, tied; stacked for a scan over `slices` or for one over an `index`."""
+    """A causal decoder with gated MLPs, tied; stacked for a scan over `slices` or for one over an
+    `index`.
+    """
     draw = _draw(5)
     shapes = {
         **dict.fromkeys("qkvo", (D, D)),

@@ -1,4 +1,6 @@
-"""Default layouts of others beside our plans: `python -m experiments.export.layouts`, a table on stdout."""
+"""Default layouts of others beside our plans: `python -m experiments.export.layouts`, a table on
+stdout.
+"""
 
 from typing import Any
 
@@ -23,7 +25,9 @@ def megatron(blocks: int) -> Layout:
 
 
 def torchtitan(blocks: int) -> Layout:
-    """The embedding and the head count as a layer each, and earlier stages get what is left over."""
+    """The embedding and the head count as a layer each, and earlier stages get what is left
+    over.
+    """
     share, more = divmod(blocks + 2, STAGES)
     counts = [share + (s < more) for s in range(STAGES)]
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1

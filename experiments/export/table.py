@@ -1,4 +1,6 @@
-"""Each format with each schedule and workload: `python -m experiments.export.table`, a table on stdout."""
+"""Each format with each schedule and workload: `python -m experiments.export.table`, a table on
+stdout.
+"""
 
 from collections import Counter
 
@@ -44,7 +46,9 @@ def plan_of(name: str, schedule: str) -> Plan | str:
 
 
 def outcome(plan: Plan, name: str) -> str:
-    """What became of an export: `=` if it reads back equal, or what is lost, or why there is nothing near."""
+    """What became of an export: `=` if it reads back equal, or what is lost, or why there is
+    nothing near.
+    """
     format, outline = FORMATS[name], outline_for(plan)
     try:
         text = plan.export(name)

@@ -1,7 +1,10 @@
-"""How long steps wait for a checkpoint: python -m experiments.faults.beside [--width 1448] [--rounds 4]
+"""How long steps wait for a checkpoint.
 
-Twelve square layers under Adam, on two CPU devices. A checkpoint is a copy to the host, for which the next step waits,
-and a write, which goes on beside the steps; both are timed, and so are steps alone and beside a write.
+    python -m experiments.faults.beside [--width 1448] [--rounds 4]
+
+Twelve square layers under Adam, on two CPU devices. A checkpoint is a copy to the host, for which
+the next step waits, and a write, which goes on beside the steps; both are timed, and so are steps
+alone and beside a write.
 """
 
 import argparse
@@ -71,7 +74,8 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     steps = Steps(given.width)
     print(
-        f"{3 * 4 * LAYERS * given.width**2 / 2**20:.0f} MiB\n\n| copy, s | write, s | step alone, s | beside a write |"
+        f"{3 * 4 * LAYERS * given.width**2 / 2**20:.0f} MiB\n\n| copy, s | write, s | step alone, "
+        "s | beside a write |"
     )
     print("|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
 """Flips bits in the files of a run and resumes it: python -m experiments.faults.bits [--flips 60]
 
-A stream under pipedream that has steps to go is copied, one bit of one of its files is turned, and it is resumed. That
-must be told in one line, or do no harm: then the losses and the last parameters have the bits of the undisturbed run.
-The files take turns; which bit is drawn.
+A stream under pipedream that has steps to go is copied, one bit of one of its files is turned, and
+it is resumed. That must be told in one line, or do no harm: then the losses and the last parameters
+have the bits of the undisturbed run. The files take turns; which bit is drawn.
 """
 
 import argparse
@@ -72,7 +72,9 @@ def outcome(whole: Run, run: Run, file: Path, bit: int) -> str:
 
 
 def resumed(run: Run) -> str:
-    """Resumes a run in a child of this process, which has imported everything; what it says if it fails."""
+    """Resumes a run in a child of this process, which has imported everything; what it says if it
+    fails.
+    """
     with tempfile.TemporaryFile("w+") as told:
         if not (child := os.fork()):
             os.dup2(told.fileno(), sys.stderr.fileno())

@@ -1,11 +1,13 @@
 """Kills runs and resumes them: python -m experiments.faults.kills [--kills 60] [--folder DIR]
 
-Two kinds of runs take turns: a stream of BERT under pipedream, planned by the default planner, and a model of one's own
-(own.py) that is evaluated every third step, of whose checkpoints the last and the best are kept. Each is killed
-(SIGKILL) again and again: while it starts, traces and plans, while it trains, while a checkpoint is written beside it.
-Each time it is resumed without a word about its plan. Once it is done, its losses, evaluations, checkpoints and
-parameters are compared with those of a run of the same command that nothing disturbed. And after each kill no more
-steps may be lost than lie between three checkpoints: one may have been under way, and then the one before it is whole.
+Two kinds of runs take turns: a stream of BERT under pipedream, planned by the default planner, and
+a model of one's own (own.py) that is evaluated every third step, of whose checkpoints the last and
+the best are kept. Each is killed (SIGKILL) again and again: while it starts, traces and plans,
+while it trains, while a checkpoint is written beside it. Each time it is resumed without a word
+about its plan. Once it is done, its losses, evaluations, checkpoints and parameters are compared
+with those of a run of the same command that nothing disturbed. And after each kill no more steps
+may be lost than lie between three checkpoints: one may have been under way, and then the one before
+it is whole.
 """
 
 import argparse
@@ -55,13 +57,17 @@ OWN = (
     *("--learning-rate", "0.05", "--warmup", "1"),
 )
 EARLY, START_S, STEP_S = 0.3, 12.0, 0.3
-"""How many of the kills come at any time from the start on, and how long that takes; the others come during a step."""
+"""How many of the kills come at any time from the start on, and how long that takes; the others
+come during a step.
+"""
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run: at which steps it was killed, how many it lost at most, and what was wrong (nothing)."""
+    """What became of a run: at which steps it was killed, how many it lost at most, and what was
+    wrong (nothing).
+    """
 
     killed_at: tuple[int, ...]
     lost: int = 0
@@ -104,7 +110,9 @@ def killed(whole: Run, name: str, kills: int, rng: random.Random) -> Outcome:
 
 
 def outcomes(wholes: Sequence[Run], kills: int, each: int = 10, seed: int = 0) -> Iterator[Outcome]:
-    """Run after run, the kinds in turn, until there were so many kills; each is killed a few times at most."""
+    """Run after run, the kinds in turn, until there were so many kills; each is killed a few times
+    at most.
+    """
     rng, left = random.Random(seed), kills
     for number, whole in enumerate(cycle(wholes)):
         if left <= 0:
@@ -179,7 +187,8 @@ def main() -> None:
                 flush=True,
             )
         print(
-            f"{resumes} kills, {wrong} runs that did not go on to the bit, {lost} steps lost at most"
+            f"{resumes} kills, {wrong} runs that did not go on to the bit, {lost} steps lost at "
+            "most"
         )
 
 

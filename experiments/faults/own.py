@@ -1,4 +1,6 @@
-"""A user's model that is evaluated while it trains: drawn waves through a few layers, with dropout and an aux."""
+"""A user's model that is evaluated while it trains: drawn waves through a few layers, with dropout
+and an aux.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Waves:
-    """Tells what the next points of a wave are; it is soon as good as it gets, so that evaluations rise and fall."""
+    """Tells what the next points of a wave are; it is soon as good as it gets, so that evaluations
+    rise and fall.
+    """
 
     width: int = 32
     layers: int = 4

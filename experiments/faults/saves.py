@@ -1,9 +1,9 @@
 """Ends the process at every operation on files of a save: python -m experiments.faults.saves
 
-A child process writes a checkpoint and leaves by `os._exit` before its n-th operation on files (opening, making,
-renaming, deleting: what Python's audit events tell), for all n; or is ended by the system in the middle of a write, at
-every 1/20 of the bytes. What is restored then must be the checkpoint before, or the new one, whole, and the next save
-must not mind what lies there.
+A child process writes a checkpoint and leaves by `os._exit` before its n-th operation on files
+(opening, making, renaming, deleting: what Python's audit events tell), for all n; or is ended by
+the system in the middle of a write, at every 1/20 of the bytes. What is restored then must be the
+checkpoint before, or the new one, whole, and the next save must not mind what lies there.
 """
 
 import os
@@ -64,7 +64,9 @@ def restored_in_a_run(folder: Path) -> int:
 
 
 def ended(work: Callable[[], None], at: int | None = None, byte: int | None = None) -> bool:
-    """Whether a child that does some work was ended, before an operation or while it wrote a file's byte."""
+    """Whether a child that does some work was ended, before an operation or while it wrote a file's
+    byte.
+    """
     if not (child := os.fork()):
         left = [at]
 
@@ -86,7 +88,9 @@ def ended(work: Callable[[], None], at: int | None = None, byte: int | None = No
 def swept(
     begin: Path, work: Callable[[Path], None], restored: Callable[[Path], int]
 ) -> Counter[str]:
-    """What is restored from copies of a folder in which the work was ended at each of its moments."""
+    """What is restored from copies of a folder in which the work was ended at each of its
+    moments.
+    """
     counts: Counter[str] = Counter()
     folder = begin.with_name("now")
 
@@ -110,7 +114,8 @@ def swept(
 def main() -> None:
     """Prints a table."""
     print(
-        "| save | ended before an operation | ended in a write | the older restored | the new restored |"
+        "| save | ended before an operation | ended in a write | the older restored | the new "
+        "restored |"
     )
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:

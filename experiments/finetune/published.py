@@ -1,4 +1,5 @@
-"""What transformers does of it, in an environment of its own: makes a folder, and finds the logits of one.
+"""What transformers does of it, in an environment of its own: makes a folder, and finds the logits
+of one.
 
 python published.py make FOLDER
 python published.py logits FOLDER FILE

@@ -1,6 +1,8 @@
-"""From a folder of transformers to a tuned one on two devices, under a limit that whole training could not keep.
+"""From a folder of transformers to a tuned one on two devices, under a limit that whole training
+could not keep.
 
-Usage: python -m experiments.finetune.run [--steps N]. It needs `make peers`: build/peers/transformers.
+Usage: python -m experiments.finetune.run [--steps N]. It needs `make peers`:
+build/peers/transformers.
 """
 
 import json

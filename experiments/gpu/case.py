@@ -1,6 +1,7 @@
 """Measures one thing in a process of its own; prints one JSON object.
 
-Usage: python -m experiments.gpu.case SCALE MEASURE ARGUMENTS, such as: toy pipeline '{"fates": "swap"}'
+Usage: python -m experiments.gpu.case SCALE MEASURE ARGUMENTS, such as: toy pipeline '{"fates":
+"swap"}'
 """
 
 import json

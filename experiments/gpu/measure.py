@@ -28,7 +28,9 @@ Tree = Any
 Found = dict[str, Any]
 MIB = 2**20
 SHARE = 0.92
-"""Of what a device reports, plans are made for so much: the allocator's pieces need the rest (docs/gpus.md)."""
+"""Of what a device reports, plans are made for so much: the allocator's pieces need the rest
+(docs/gpus.md).
+"""
 FATES: dict[str, dict[str, str] | None] = {
     "keep": {"*": "keep"},
     "recompute": {"*": "recompute", "*:*": "keep"},  # each layer from its input
@@ -39,7 +41,9 @@ FATES: dict[str, dict[str, str] | None] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """A model and how much of it is measured; `limit_bytes` is for devices that report no memory."""
+    """A model and how much of it is measured; `limit_bytes` is for devices that report no
+    memory.
+    """
 
     model: str
     size: str
@@ -123,7 +127,8 @@ def plain(scale: Scale, remat: str = "", steps: int = 6, micro: int = 0) -> Foun
 
     Args:
         scale: the model.
-        remat: what `jax.checkpoint` is told: "all" is computed again, or products without a batch go to the host.
+        remat: what `jax.checkpoint` is told: "all" is computed again, or products without a batch
+            go to the host.
         steps: after the first one.
         micro: examples of a micro-batch, if not those of the scale.
 
@@ -215,7 +220,8 @@ def copies(scale: Scale) -> Found:
 
 
 def ahead(scale: Scale) -> Found:
-    """Temporaries of all layers' programs as compiled here, beside what the compiler says without the device.
+    """Temporaries of all layers' programs as compiled here, beside what the compiler says without
+    the device.
 
     Raises:
         ValueError: no target is known for the device.
@@ -275,7 +281,9 @@ def _total(loss: Any) -> jax.Array:
 
 
 def _limit_bytes(device: Any, scale: Scale, *, planned: bool) -> int:
-    """What the pipeline is told: a device that reports its memory refuses by itself what it cannot hold."""
+    """What the pipeline is told: a device that reports its memory refuses by itself what it cannot
+    hold.
+    """
     stats = device.memory_stats()
     if stats is None:
         return scale.limit_bytes

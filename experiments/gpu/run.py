@@ -4,8 +4,8 @@
     python -m experiments.gpu.run copies ledger    # runs some, one after another
     python -m experiments.gpu.run all toy          # anywhere: a small model, on a CPU
 
-Each case is a process of its own and a line as soon as it is there; one that fails is a line too. What was compiled
-and tuned is kept in a folder for the next case, unless the case is about that.
+Each case is a process of its own and a line as soon as it is there; one that fails is a line too.
+What was compiled and tuned is kept in a folder for the next case, unless the case is about that.
 """
 
 import json
@@ -27,12 +27,16 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 UNTUNED = f"{DETERMINISTIC} --xla_gpu_autotune_level=0"
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 SMALL_MEMORY = "0.15"
-"""The part of the memory under which the largest batches are sought: so they are found in minutes."""
+"""The part of the memory under which the largest batches are sought: so they are found in
+minutes.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure; `flags` are XLA's, `fresh` has nothing compiled or tuned before, `seeks` the largest."""
+    """One thing to measure; `flags` are XLA's, `fresh` has nothing compiled or tuned before,
+    `seeks` the largest.
+    """
 
     label: str
     measure: str
@@ -162,7 +166,9 @@ def _tried(case: Case, run: Run, until_s: float) -> Found:
 
 
 def _sought(case: Case, run: Run, near: int, until_s: float) -> Found:
-    """What was measured at the largest micro-batch that works; of those tried, where time ran out."""
+    """What was measured at the largest micro-batch that works; of those tried, where time ran
+    out.
+    """
     tried: dict[int, Found] = {}
 
     def works(micro: int) -> bool:

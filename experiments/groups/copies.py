@@ -1,9 +1,11 @@
-"""What copies cost where buffers wait for all that is enqueued before them: steps over those where they do not.
+"""What copies cost where buffers wait for all that is enqueued before them: steps over those where
+they do not.
 
     python -m experiments.groups.copies
 
-Nothing runs: rows of BERT at size tiny are simulated. Each layer's forward takes as long as another's of its stage, its
-backward twice that; "unlike" stages differ by up to 30%, the mean of some draws.
+Nothing runs: rows of BERT at size tiny are simulated. Each layer's forward takes as long as
+another's of its stage, its backward twice that; "unlike" stages differ by up to 30%, the mean of
+some draws.
 """
 
 import random

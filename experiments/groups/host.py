@@ -1,13 +1,15 @@
-"""What the host does per micro-batch, with layers apart and in groups: rows, programs of layers, seconds of dispatch.
+"""What the host does per micro-batch, with layers apart and in groups: rows, programs of layers,
+seconds of dispatch.
 
     python -m experiments.groups.host [--model bert] [--size large] [--stages 4] [--steps 5]
 
-Every program is a stub that takes and yields as many arrays as the program that it stands for, of one number each, and
-computes nothing: what is left of a step is the controller's own time and the calls. Nothing of the model is compiled.
+Every program is a stub that takes and yields as many arrays as the program that it stands for, of
+one number each, and computes nothing: what is left of a step is the controller's own time and the
+calls. Nothing of the model is compiled.
 
-A second table has the calls alone, without what lies between them: by one thread, and by a thread per device that waits
-for no other, so that it says the most that such threads could bring. "packed" is as if all sums of gradients that a
-program adds to were one array.
+A second table has the calls alone, without what lies between them: by one thread, and by a thread
+per device that waits for no other, so that it says the most that such threads could bring. "packed"
+is as if all sums of gradients that a program adds to were one array.
 """
 
 import argparse
@@ -41,7 +43,9 @@ MICROBATCHES, MICRO_BATCH = 8, 8
 
 @dataclass
 class Stubs(ProgramStore):
-    """Compiles in the place of each program one that computes nothing; equal counts of arrays share it."""
+    """Compiles in the place of each program one that computes nothing; equal counts of arrays share
+    it.
+    """
 
     stubs: dict[Any, Any] = field(default_factory=dict)
 
@@ -74,7 +78,9 @@ class Stubs(ProgramStore):
 
 
 def step_s(bound: Bound, devices: Sequence[Device], steps: int) -> tuple[float, float]:
-    """Returns how long the host dispatches a step, in seconds and in seconds of the dispatching thread: medians."""
+    """Returns how long the host dispatches a step, in seconds and in seconds of the dispatching
+    thread: medians.
+    """
     lowered = bound.lowered
     controller = Controller(Ledger(tuple(devices)), MICROBATCHES)
     arrays = tuple(
@@ -94,7 +100,9 @@ def step_s(bound: Bound, devices: Sequence[Device], steps: int) -> tuple[float, 
 
 
 class Call(NamedTuple):
-    """The arrays of a call: those that it takes, that it yields, and of both those that lie in one place."""
+    """The arrays of a call: those that it takes, that it yields, and of both those that lie in one
+    place.
+    """
 
     taken: int
     yielded: int

@@ -1,10 +1,12 @@
-"""Where a step of one stage goes on this CPU: seconds of each layer's programs, and of the products in them alone.
+"""Where a step of one stage goes on this CPU: seconds of each layer's programs, and of the products
+in them alone.
 
     NPROC=1 python -m experiments.groups.profile [--model transformer] [--group]
 
-A row of the table is a kind of program of one layer, its seconds those of all micro-batches of a step, as the monitor
-measures them. Beside them stands how long its products take if each is a program of its own, on operands that lie as
-they would like them: what is over is layouts, transposes, whatever else is computed, sums, and threads that wake.
+A row of the table is a kind of program of one layer, its seconds those of all micro-batches of a
+step, as the monitor measures them. Beside them stands how long its products take if each is a
+program of its own, on operands that lie as they would like them: what is over is layouts,
+transposes, whatever else is computed, sums, and threads that wake.
 """
 
 import argparse

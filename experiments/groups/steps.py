@@ -1,10 +1,12 @@
-"""Seconds of a step, and of the start before it, with layers apart, in groups and otherwise: in turns, a process each.
+"""Seconds of a step, and of the start before it, with layers apart, in groups and otherwise: in
+turns, a process each.
 
     NPROC=1 python -m experiments.groups.steps [--rounds 3] [--models tiny chain transformer ...] [--stages 1 2]
         [--ways jit apart "in groups" ...] [--planner even] [--starts 2] [--steps 10]
 
-A start is from the import of JAX to the end of the first step: the first one with an empty compilation cache, the
-second with what the first has compiled. Steps are compared with those of the first row of a model.
+A start is from the import of JAX to the end of the first step: the first one with an empty
+compilation cache, the second with what the first has compiled. Steps are compared with those of the
+first row of a model.
 """
 
 import argparse
@@ -130,7 +132,9 @@ def by_pipeline(work: Any, cell: Cell) -> Ready:
 
 
 def by_jit(work: Any) -> Ready:
-    """Steps of plain JAX: a jit of a micro-batch's gradients, one that adds them up, one of the update."""
+    """Steps of plain JAX: a jit of a micro-batch's gradients, one that adds them up, one of the
+    update.
+    """
     import jax
     import optax
 
@@ -220,7 +224,8 @@ def main() -> None:
         print(json.dumps(one(Cell(model, int(stages), way, planner), cache, int(steps))))
         return
     print(
-        "| model | stages | layers | first start, s | second, s | step, ms | over the first | host, ms | peak, MB |"
+        "| model | stages | layers | first start, s | second, s | step, ms | over the first | "
+        "host, ms | peak, MB |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for model in told.models:

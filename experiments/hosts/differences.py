@@ -1,8 +1,8 @@
 """Gives two processes something different: python -m experiments.hosts.differences
 
-Of each of twelve parts process 1 has another one. Both must name it, and leave with the code of docs/hosts.md. The
-table has the seconds from their meeting to the word of each: from where they come to it, or, of what only the traced
-model shows, from where all have met.
+Of each of twelve parts process 1 has another one. Both must name it, and leave with the code of
+docs/hosts.md. The table has the seconds from their meeting to the word of each: from where they
+come to it, or, of what only the traced model shows, from where all have met.
 """
 
 import io
@@ -39,7 +39,9 @@ USUAL = {
 
 
 class Part(NamedTuple):
-    """What differs: the words that name it, and the option of process 1; without one it is of the model."""
+    """What differs: the words that name it, and the option of process 1; without one it is of the
+    model.
+    """
 
     word: str
     option: tuple[str, str] | None = None
@@ -101,7 +103,9 @@ def words(name: str, folder: Path) -> list[Word]:
 
 
 def faults(name: str, process: int, word: Word) -> list[str]:
-    """What is not as docs/hosts.md promises: who has the right secret, and is alone with it, waits for the other."""
+    """What is not as docs/hosts.md promises: who has the right secret, and is alone with it, waits
+    for the other.
+    """
     alone = name == "secret" and process == 0
     both = alone or all(f"process {i}" in word.line for i in range(2))
     right = {
@@ -112,7 +116,9 @@ def faults(name: str, process: int, word: Word) -> list[str]:
 
 
 def process(arguments: Sequence[str]) -> int:
-    """One process, given its odd part and the options; tells when it came and what it said; returns its exit code."""
+    """One process, given its odd part and the options; tells when it came and what it said; returns
+    its exit code.
+    """
     from jvpipe.cli import train_command
 
     os.environ["ODD"], *given = arguments

@@ -1,8 +1,11 @@
-"""Kills one process of several, and goes on: python -m experiments.hosts.kills [--kills 20] [--seed 0]
+"""Kills one process of several, and goes on.
 
-A run over 2 or 3 processes loses one of them (SIGKILL) at some moment: while they meet, plan, train or save. The others
-must end by themselves within seconds, with a line that names it. The run is resumed by 1, 2 or 3 processes, and loses
-one again. Once it is done, its losses and parameters are compared with those of one process that nothing disturbed.
+    python -m experiments.hosts.kills [--kills 20] [--seed 0]
+
+A run over 2 or 3 processes loses one of them (SIGKILL) at some moment: while they meet, plan, train
+or save. The others must end by themselves within seconds, with a line that names it. The run is
+resumed by 1, 2 or 3 processes, and loses one again. Once it is done, its losses and parameters are
+compared with those of one process that nothing disturbed.
 """
 
 import argparse
@@ -25,12 +28,16 @@ from experiments.hosts.run import free_port
 STEPS = 24
 OPTIONS = ("--stages", "3", "--steps", str(STEPS), "--checkpoint-every", "2")
 EARLY, START_S, STEP_S = 0.3, 10.0, 0.3
-"""How many of the kills come at any time from the start on, and how long that takes; the others come during a step."""
+"""How many of the kills come at any time from the start on, and how long that takes; the others
+come during a step.
+"""
 _POLL_S = 0.005
 
 
 class Death(NamedTuple):
-    """What became of the others once one process was killed: seconds until each had ended, and how."""
+    """What became of the others once one process was killed: seconds until each had ended, and
+    how.
+    """
 
     victim: int
     steps: int
@@ -136,11 +143,13 @@ def main() -> None:
     for name, taken in (("process 0", first), ("another", later)):
         if taken:
             print(
-                f"{name} killed: the others ended after {statistics.median(taken):.2f} s, at most {max(taken):.2f} s"
+                f"{name} killed: the others ended after {statistics.median(taken):.2f} s, at most "
+                f"{max(taken):.2f} s"
             )
     named = sum(death.named for death in deaths)
     print(
-        f"{len(deaths)} kills, exit codes {dict(codes)}, {named} of {sum(map(len, (d.codes for d in deaths)))} named it"
+        f"{len(deaths)} kills, exit codes {dict(codes)}, {named} of "
+        f"{sum(map(len, (d.codes for d in deaths)))} named it"
     )
     print(f"{wrong} runs that did not go on to the bit")
 

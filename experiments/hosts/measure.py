@@ -1,7 +1,7 @@
 """One process of a measurement; process 0 prints one JSON object.
 
-Usage: python -m experiments.hosts.measure PROCESS COUNT PORT STAGES WIDTH | python -m experiments.hosts.measure PROCESS
-COUNT PORT crossing
+Usage: python -m experiments.hosts.measure PROCESS COUNT PORT STAGES WIDTH | python -m
+experiments.hosts.measure PROCESS COUNT PORT crossing
 """
 
 import json

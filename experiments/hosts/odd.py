@@ -1,4 +1,6 @@
-"""A model of which one process may have another one: `ODD` in its environment names the part that is its own."""
+"""A model of which one process may have another one: `ODD` in its environment names the part that
+is its own.
+"""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Times several processes on loopback against one with as many devices: python -m experiments.hosts.run [--rounds 3]
+"""Times several processes on loopback against one with as many devices.
+
+    python -m experiments.hosts.run [--rounds 3]
 
 Each process of two has a core of its own. The ways are taken in turns, each in fresh processes.
 """
@@ -62,7 +64,8 @@ def main() -> None:
     for size, seconds in crossing_s.items():
         print(f"crossing of {size:,} bytes: {1e3 * seconds:.2f} ms", flush=True)
     print(
-        "| processes | width | one process, ms | its bound, ms | several, ms | over the slower | bits |"
+        "| processes | width | one process, ms | its bound, ms | several, ms | over the slower | "
+        "bits |"
     )
     print("|---|---|---|---|---|---|---|")
     for stages in (2, 3):
@@ -77,8 +80,8 @@ def main() -> None:
             bound_s = alone_s * (MICROBATCHES + stages - 1) / MICROBATCHES
             bits = "equal" if len({x["loss"] for x in (*one, *several)}) == 1 else "DIFFER"
             print(
-                f"| {stages} | {width} | {1e3 * alone_s:.1f} | {1e3 * bound_s:.1f} | {1e3 * together_s:.1f} | "
-                f"{together_s / max(alone_s, bound_s):.2f} | {bits} |",
+                f"| {stages} | {width} | {1e3 * alone_s:.1f} | {1e3 * bound_s:.1f} | "
+                f"{1e3 * together_s:.1f} | {together_s / max(alone_s, bound_s):.2f} | {bits} |",
                 flush=True,
             )
 

@@ -1,8 +1,11 @@
-"""Strikes processes of several at random moments: python -m experiments.hosts.storm [--count 50] [--seed 0]
+"""Strikes processes of several at random moments.
 
-A run over 2 or 3 processes of this host has one of them killed (SIGKILL), stopped (SIGSTOP) or cut off: all its
-connections are closed. That is at any moment from the start on, or some steps later. Each process that is left must end
-by itself within the seconds that it was given, name whom it has waited for, and leave with the code of docs/hosts.md.
+    python -m experiments.hosts.storm [--count 50] [--seed 0]
+
+A run over 2 or 3 processes of this host has one of them killed (SIGKILL), stopped (SIGSTOP) or cut
+off: all its connections are closed. That is at any moment from the start on, or some steps later.
+Each process that is left must end by itself within the seconds that it was given, name whom it has
+waited for, and leave with the code of docs/hosts.md.
 """
 
 import argparse
@@ -27,15 +30,21 @@ from tests.forks import Fork, forked
 
 KINDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "cut off": signal.SIGUSR1}
 TIMEOUT_S, LATE_S = 8.0, 12.0
-"""The --host-timeout, and how much later a process may end, for it leaves others the time to speak."""
+"""The --host-timeout, and how much later a process may end, for it leaves others the time to
+speak.
+"""
 EARLY, START_S, STEPS, STEP_S = 0.3, 6.0, 40, 0.2
-"""The share of blows at any moment from the start on, and how long that takes; the others follow a step."""
+"""The share of blows at any moment from the start on, and how long that takes; the others follow a
+step.
+"""
 OPTIONS = ("--model", "tests.own:Plain", "--planner", "even", "--steps", "100000")
 _POLL_S = 0.02
 
 
 class Blow(NamedTuple):
-    """What becomes of which of how many processes, and when: seconds after the start, or after a step."""
+    """What becomes of which of how many processes, and when: seconds after the start, or after a
+    step.
+    """
 
     kind: str
     processes: int
@@ -49,7 +58,9 @@ class Blow(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a process that was left has ended: after how many seconds, with what code, saying what."""
+    """How a process that was left has ended: after how many seconds, with what code, saying
+    what.
+    """
 
     process: int
     took_s: float
@@ -57,7 +68,9 @@ class End(NamedTuple):
     line: str
 
     def lacks_first(self, blow: Blow) -> bool:
-        """Whether its connections to process 0 have ended, upon which JAX may end it before it can speak."""
+        """Whether its connections to process 0 have ended, upon which JAX may end it before it can
+        speak.
+        """
         cut = blow.kind == "cut off" and self.process == blow.victim
         return cut or (blow.victim == 0 and blow.kind != "stopped")
 

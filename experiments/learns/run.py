@@ -1,4 +1,5 @@
-"""Whether models learn: each at its size mini, by its own recipe, on its default data, as a pipeline of two stages.
+"""Whether models learn: each at its size mini, by its own recipe, on its default data, as a
+pipeline of two stages.
 
 Usage: python -m experiments.learns.run [MODEL ...]. Each model is trained by a process of its own.
 """
@@ -39,10 +40,11 @@ HEADER = """| model | parameters | steps of examples | metric | trivial | learne
 
 @dataclass(frozen=True)
 class Learned:
-    """What a model has learned: its metrics on held-out data, each after that of who knows frequencies alone.
+    """What a model has learned: its metrics on held-out data, each after that of who knows
+    frequencies alone.
 
-    `seconds` are of all: reading the data, tracing, planning, compiling, training, evaluating; `processor_s` are those
-    of all cores together.
+    `seconds` are of all: reading the data, tracing, planning, compiling, training, evaluating;
+    `processor_s` are those of all cores together.
     """
 
     model: str
@@ -55,7 +57,8 @@ class Learned:
 
     def row(self) -> str:
         cells = (
-            f"{self.model} | {self.parameters:,} | {self.steps} of {self.examples} | {', '.join(self.metrics)}",
+            f"{self.model} | {self.parameters:,} | {self.steps} of {self.examples} | "
+            f"{', '.join(self.metrics)}",
             *(", ".join(f"{pair[i]:.3g}" for pair in self.metrics.values()) for i in range(2)),
             f"{self.seconds:.0f} | {self.processor_s:.0f}",
         )
@@ -91,7 +94,9 @@ def learn(name: str, steps: int, size: str = "mini", planner: str = "jvpipe") ->
 
 
 def judged(data: Data, evaluations: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """By the name of a metric, its value without having looked at the input, and its value under a model."""
+    """By the name of a metric, its value without having looked at the input, and its value under a
+    model.
+    """
     aux = evaluations[0].get("aux", {})
     for name, trivial in (("top_1", most_frequent), ("dice", all_of_it)):
         if name in aux:

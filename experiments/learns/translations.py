@@ -1,4 +1,6 @@
-"""What a model that translates has learned: perplexity and BLEU, beside what is had without learning."""
+"""What a model that translates has learned: perplexity and BLEU, beside what is had without
+learning.
+"""
 
 import math
 from importlib import import_module
@@ -14,7 +16,8 @@ from jvpipe.models.translation import open_parallel
 def judged_translation(
     workload: Workload, params: Any, folder: Path
 ) -> dict[str, tuple[float, float]]:
-    """By the name of a metric, its value without learning and its value under a model, on the held-out pairs.
+    """By the name of a metric, its value without learning and its value under a model, on the
+    held-out pairs.
 
     Without learning one knows how often each token occurs, or leaves a sentence as it is.
 

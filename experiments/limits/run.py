@@ -1,9 +1,11 @@
-"""Asks for random memory limits again and again: python -m experiments.limits.run [--limits 200] [--planner NAME]
+"""Asks for random memory limits again and again.
 
-Each limit is asked for three times, of fresh pipelines that measure anew: once with seconds as they are on this
-machine, twice with each program's multiplied by a random factor from 1/2 to 2. It must be accepted or refused alike
-each time; refusals must name one limit, and it must be accepted each time; no limit above it may be refused; and what
-an accepted plan holds must be accepted as a limit.
+    python -m experiments.limits.run [--limits 200] [--planner NAME]
+
+Each limit is asked for three times, of fresh pipelines that measure anew: once with seconds as they
+are on this machine, twice with each program's multiplied by a random factor from 1/2 to 2. It must
+be accepted or refused alike each time; refusals must name one limit, and it must be accepted each
+time; no limit above it may be refused; and what an accepted plan holds must be accepted as a limit.
 """
 
 import argparse
@@ -40,7 +42,9 @@ TIMES, MICROBATCHES = 3, 4
 
 @dataclass
 class Question:
-    """A model under a schedule on so many devices, planned by a planner; `smallest` is the limit that is named."""
+    """A model under a schedule on so many devices, planned by a planner; `smallest` is the limit
+    that is named.
+    """
 
     case: Case
     stages: int
@@ -97,7 +101,9 @@ class Question:
 
 @contextmanager
 def perturbed(factor: float, rng: random.Random) -> Iterator[None]:
-    """Meanwhile seconds are measured as they are times a random factor, from its inverse to itself."""
+    """Meanwhile seconds are measured as they are times a random factor, from its inverse to
+    itself.
+    """
     plain: Callable[..., list[list[float]]] = measure._in_turns
 
     def in_turns(*given: Any) -> list[list[float]]:
@@ -115,7 +121,9 @@ def perturbed(factor: float, rng: random.Random) -> Iterator[None]:
 
 
 def asked_limits(question: Question, count: int) -> Iterator[int]:
-    """The smallest limit, as it is named, one byte less, and random ones from below it to what is held without one."""
+    """The smallest limit, as it is named, one byte less, and random ones from below it to what is
+    held without one.
+    """
     most = question.held_bytes(None)
     question.held_bytes(1)
     (smallest,) = question.smallest
@@ -154,7 +162,8 @@ def main() -> None:
         (smallest, *others) = sorted(question.smallest)
         told = f"{smallest:,}" if not others else f"{smallest:,} and others"
         print(
-            f"| {name} | {stages}, {schedule} | {told} | {refused - before[0]} | {bad - before[1]} |",
+            f"| {name} | {stages}, {schedule} | {told} | {refused - before[0]} | "
+            f"{bad - before[1]} |",
             flush=True,
         )
     print(f"{asked} limits, {refused} of them refused, {bad} answered wrongly")

@@ -7,7 +7,8 @@ from collections.abc import Callable
 def largest(works: Callable[[int], bool], near: int = 1, bits: int = 6) -> int:
     """The largest size that works, sought from `near` on; 0 if none does.
 
-    Tried are the numbers of `bits` binary digits and zeros: with six, all up to 64, then in steps of at most 3.1%.
+    Tried are the numbers of `bits` binary digits and zeros: with six, all up to 64, then in steps
+    of at most 3.1%.
 
     >>> largest(lambda size: size <= 77), largest(lambda size: size <= 77, near=96), largest(lambda size: False)
     (76, 76, 0)

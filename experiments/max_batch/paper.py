@@ -1,7 +1,8 @@
 """The largest batches that DawnPiper's authors report (Peng et al., 2025, tables 1 and 2).
 
-A synchronous batch (table 1) is that of a step: as many micro-batches as there are stages. An asynchronous one
-(table 2) is a micro-batch: section 5.4 calls T5's 110 a micro-batch size, "2.5 times" vPipe's 44 of the table.
+A synchronous batch (table 1) is that of a step: as many micro-batches as there are stages. An
+asynchronous one (table 2) is a micro-batch: section 5.4 calls T5's 110 a micro-batch size, "2.5
+times" vPipe's 44 of the table.
 """
 
 from typing import Literal, NamedTuple
@@ -10,7 +11,9 @@ MODELS = ("BERT", "GPT-2", "T5", "AmoebaNet")
 
 
 class Row(NamedTuple):
-    """A row of both tables: with or without memory optimization (swap and recompute; GPipe recomputes alone)."""
+    """A row of both tables: with or without memory optimization (swap and recompute; GPipe
+    recomputes alone).
+    """
 
     schedule: Literal["gpipe", "pipedream"]
     stages: int

@@ -1,11 +1,13 @@
-"""DawnPiper's tables 1 and 2, planned at real size: python -m experiments.max_batch.planned [WORD ...]
+"""DawnPiper's tables 1 and 2, planned at real size.
+
+    python -m experiments.max_batch.planned [WORD ...]
 
 Words name models, schedules and numbers of stages, to look at these alone.
 
-Legend: a batch is that of a step under gpipe and a micro-batch under pipedream, as in the paper. It counts if the
-planner finds a plan for it that `evaluate` sees fit into 40 GiB per device. "Own rules": the same where the planner is
-told no more than its paper's memory model (`rules.py`) and values are kept as PyTorch does; "claimed": what then fits
-by that model.
+Legend: a batch is that of a step under gpipe and a micro-batch under pipedream, as in the paper. It
+counts if the planner finds a plan for it that `evaluate` sees fit into 40 GiB per device. "Own
+rules": the same where the planner is told no more than its paper's memory model (`rules.py`) and
+values are kept as PyTorch does; "claimed": what then fits by that model.
 """
 
 import sys
@@ -54,7 +56,8 @@ def table(model: str, asked: Iterable[Row]) -> dict[Row, Found]:
     (as_traced, as_saved), found = subject(model), {}
     print(f"\n## {model}\n")
     print(
-        "| schedule | stages | S+R | planner | paper | as traced | as PyTorch | over paper | own rules | claimed |"
+        "| schedule | stages | S+R | planner | paper | as traced | as PyTorch | over paper | own "
+        "rules | claimed |"
     )
     print("|---" * 10 + "|")
     traced, saved = 1, 1
@@ -83,11 +86,12 @@ def table(model: str, asked: Iterable[Row]) -> dict[Row, Found]:
 
 
 def ratios(model: str, found: dict[Row, Found]) -> None:
-    """Prints how much larger batches are than those of other planners; beside it DawnPiper's in the paper."""
+    """Prints how much larger batches are than those of other planners; beside it DawnPiper's in the
+    paper.
+    """
     print(
-        "\n| schedule | stages | S+R | over | jvpipe as traced | as PyTorch | dawnpiper in the paper |\n"
-        + "|---" * 7
-        + "|"
+        "\n| schedule | stages | S+R | over | jvpipe as traced | as PyTorch | dawnpiper in the "
+        "paper |\n" + "|---" * 7 + "|"
     )
     for row in (row for row in found if row.planner != "jvpipe"):
         ours, dawnpiper = (

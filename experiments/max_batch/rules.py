@@ -1,4 +1,6 @@
-"""Under which rules a planner of the tables works: what it may change, and what it believes a stage to hold."""
+"""Under which rules a planner of the tables works: what it may change, and what it believes a stage
+to hold.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,9 @@ BELIEVING = ("pipedream", "vpipe", "dawnpiper")
 
 
 def keeping_all(costs: Costs) -> Costs:
-    """Costs in which nothing can be swapped or computed again: what layers keep is bound to their stage."""
+    """Costs in which nothing can be swapped or computed again: what layers keep is bound to their
+    stage.
+    """
     kept = tuple(
         Shared((i,), x.options[0].kept_bytes + x.input_bytes) for i, x in enumerate(costs.layers)
     )
@@ -33,10 +37,10 @@ def keeping_all(costs: Costs) -> Costs:
 def believed(problem: Problem, planner: str) -> Problem:
     """A problem as a paper's memory model counts bytes.
 
-    vPipe counts parameters by version and activations by micro-batch in flight, and nothing that a layer needs while
-    it runs. DawnPiper counts all that a stage holds as often as it has micro-batches in flight (equation 2): of
-    gradients and optimizer state there are then as many copies as of parameters. PipeDream, as it was measured,
-    balances seconds and knows of no limit.
+    vPipe counts parameters by version and activations by micro-batch in flight, and nothing that a
+    layer needs while it runs. DawnPiper counts all that a stage holds as often as it has
+    micro-batches in flight (equation 2): of gradients and optimizer state there are then as many
+    copies as of parameters. PipeDream, as it was measured, balances seconds and knows of no limit.
     """
     if planner == "pipedream":
         return replace(problem, memory_limit_bytes=None)
@@ -49,14 +53,18 @@ def believed(problem: Problem, planner: str) -> Problem:
 
 
 def decided(problem: Problem, planner: str, optimized: bool) -> Decision | None:
-    """A planner's decision; without memory optimization everything is kept. None if it finds nothing that fits."""
+    """A planner's decision; without memory optimization everything is kept. None if it finds
+    nothing that fits.
+    """
     asked = problem if optimized else replace(problem, costs=keeping_all(problem.costs))
     found = ATTEMPTS[planner](asked)
     return found if optimized or found is None else Decision.keeping_all(found.bounds)
 
 
 def _joint(problem: Problem) -> Decision | None:
-    """jvpipe's planner finds something wherever the plan of fewest bytes fits, which takes less time."""
+    """jvpipe's planner finds something wherever the plan of fewest bytes fits, which takes less
+    time.
+    """
     plan = min_bytes_plan(pricing_of(problem))
     fits = plan.peak_bytes <= (problem.memory_limit_bytes or 0)
     return plan.decision if fits else None
@@ -81,11 +89,15 @@ ATTEMPTS: dict[str, Callable[[Problem], Decision | None]] = {
     "dawnpiper": dawnpiper,
     "jvpipe": _joint,
 }
-"""What planners decide, None if nothing; to name a limit that would do takes some of them twelve times as long."""
+"""What planners decide, None if nothing; to name a limit that would do takes some of them twelve
+times as long.
+"""
 
 
 def fits(problem: Problem, planner: str, optimized: bool) -> bool:
-    """Whether the planner finds a plan that fits in truth, told the truth or believing its own memory model."""
+    """Whether the planner finds a plan that fits in truth, told the truth or believing its own
+    memory model.
+    """
     told = _fits(problem, problem, planner, optimized)
     return told or (planner in BELIEVING and fits_as_believed(problem, planner, optimized))
 

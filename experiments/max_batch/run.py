@@ -1,6 +1,8 @@
-"""The largest batch under a limit and examples per second, really run: NPROC=1 python -m experiments.max_batch.run
+"""The largest batch under a limit and examples per second, really run: NPROC=1 python -m
+experiments.max_batch.run
 
-A small BERT on two CPU devices. A batch counts if a plan is found, it runs and the ledger's peak keeps the limit.
+A small BERT on two CPU devices. A batch counts if a plan is found, it runs and the ledger's peak
+keeps the limit.
 """
 
 import itertools
@@ -37,7 +39,8 @@ def main() -> None:
             ("at each one's largest batch", most),
         ):
             print(
-                f"\n### {schedule}, {title}\n\n| planner | batch | examples/s | peak MiB |\n|---|---|---|---|"
+                f"\n### {schedule}, {title}\n\n| planner | batch | examples/s | peak MiB "
+                "|\n|---|---|---|---|"
             )
             for planner, size in sizes.items():
                 found = measured(planner, schedule, size) if most[planner] else None
@@ -62,7 +65,8 @@ def keeps_limit(planner: str, schedule: str, size: int) -> bool:
 
 @cache
 def measured(planner: str, schedule: str, size: int) -> tuple[float, int] | None:
-    """Examples per second, the median of the steps after the first, and the ledger's peak of the fullest device.
+    """Examples per second, the median of the steps after the first, and the ledger's peak of the
+    fullest device.
 
     None if the planner finds nothing that keeps the limit.
     """

@@ -1,9 +1,10 @@
 """What PyTorch keeps of a forward for its backward, as candidates of our layers.
 
-Of a matrix product autograd saves the operands, of layer norm and gelu the input, of softmax the result, of dropout
-the mask (Korthikanti et al., arXiv:2205.05198, section 4.1). Our layers keep what products yield and their own input,
-and compute all elementwise values again. With the operands of products among the candidates as well they keep as many
-bytes as PyTorch does: scores stand for softmax's result, the rest is the same.
+Of a matrix product autograd saves the operands, of layer norm and gelu the input, of softmax the
+result, of dropout the mask (Korthikanti et al., arXiv:2205.05198, section 4.1). Our layers keep
+what products yield and their own input, and compute all elementwise values again. With the operands
+of products among the candidates as well they keep as many bytes as PyTorch does: scores stand for
+softmax's result, the rest is the same.
 """
 
 from dataclasses import replace

@@ -1,7 +1,9 @@
-"""BERT mini at the smallest limit that the planner names, really run: python -m experiments.max_batch.smallest
+"""BERT mini at the smallest limit that the planner names, really run.
 
-Prints what the default holds, what the run at five limits from there down holds, and whether the losses are the same
-to the bit.
+    python -m experiments.max_batch.smallest
+
+Prints what the default holds, what the run at five limits from there down holds, and whether the
+losses are the same to the bit.
 """
 
 import tempfile

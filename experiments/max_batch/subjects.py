@@ -1,11 +1,11 @@
 """The models of DawnPiper's tables at their real size, and what they cost at any micro-batch size.
 
-Bytes and seconds are affine in the size, but where another kernel becomes the largest: a model is traced at a few
-sizes, abstractly, and costs lie on the line between the two that are nearest.
+Bytes and seconds are affine in the size, but where another kernel becomes the largest: a model is
+traced at a few sizes, abstractly, and costs lie on the line between the two that are nearest.
 
-The paper tells neither lengths nor types: records of 512 tokens (BERT), 1024 (GPT-2), 128 that are read and 128 that
-are written (T5), and float32 explain its numbers best. Usual implementations of BERT make logits of every position, not
-of the masked ones alone: so does this one.
+The paper tells neither lengths nor types: records of 512 tokens (BERT), 1024 (GPT-2), 128 that are
+read and 128 that are written (T5), and float32 explain its numbers best. Usual implementations of
+BERT make logits of every position, not of the masked ones alone: so does this one.
 """
 
 from bisect import bisect_left
@@ -53,7 +53,9 @@ def subject(name: str) -> tuple[Costing, Costing]:
 def costings(
     workload: Workload, optimizer: Optimizer, cluster: Cluster, anchors: Sequence[int]
 ) -> tuple[Costing, Costing]:
-    """The same of any model under any optimizer on any cluster, traced at the micro-batch sizes `anchors`."""
+    """The same of any model under any optimizer on any cluster, traced at the micro-batch sizes
+    `anchors`.
+    """
     params = jax.eval_shape(workload.init, jax.eval_shape(lambda: jax.random.key(0)))
 
     @cache

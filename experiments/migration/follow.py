@@ -1,4 +1,6 @@
-"""A device that becomes slow, and one that only is noisy: NPROC=1 python -m experiments.migration.follow"""
+"""A device that becomes slow, and one that only is noisy: NPROC=1 python -m
+experiments.migration.follow
+"""
 
 import logging
 import statistics
@@ -35,7 +37,8 @@ def main() -> None:
         steps_s[5 : NOISY_STEPS // 2]
     )
     print(
-        f"\n{NOISY_STEPS} steps under noise alone: {len(history)} migrations; second half over first {ratio:.3f}"
+        f"\n{NOISY_STEPS} steps under noise alone: {len(history)} migrations; second half over "
+        f"first {ratio:.3f}"
     )
 
 
@@ -72,7 +75,9 @@ def trained(steps: int, factor: float, *, adapt: bool) -> tuple[list[float], lis
 
 
 def row(factor: float, steps_s: list[float], history: list[Any]) -> str:
-    """What happened, and the median seconds of steps: before, while the repaired plan ran, and once it was back."""
+    """What happened, and the median seconds of steps: before, while the repaired plan ran, and once
+    it was back.
+    """
     away = [c for c in history if c.step in SLOW]
     back = [c for c in history if c.step >= SLOW.stop]
     before, after = steps_s[5 : SLOW.start], steps_s[SLOW.stop + 5 :]

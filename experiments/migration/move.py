@@ -1,4 +1,6 @@
-"""A quarter of the layers moves: live, and by stop and reboot: NPROC=1 python -m experiments.migration.move"""
+"""A quarter of the layers moves: live, and by stop and reboot: NPROC=1 python -m
+experiments.migration.move
+"""
 
 import logging
 import statistics
@@ -18,9 +20,11 @@ ROUNDS = 6
 
 @dataclass
 class Step:
-    """When each micro-batch of a step was done, from the step's start; how long the step took and devices were idle.
+    """When each micro-batch of a step was done, from the step's start; how long the step took and
+    devices were idle.
 
-    `copies_s` are the seconds of the arrays that moved, from when each could leave until it was seen to be there.
+    `copies_s` are the seconds of the arrays that moved, from when each could leave until it was
+    seen to be there.
     """
 
     done_s: list[float]
@@ -77,10 +81,10 @@ def main() -> None:
     link_ms, asked_ms = 1e3 * link.seconds(moved_bytes), 1e3 * statistics.median(asked_s[2:])
     copies_ms = 1e3 * statistics.median(step.copies_s for step in live)
     print(
-        f"{layers} of {LAYERS} layers move before micro-batch {AT}: {moved_bytes:,} bytes, {link_ms:.1f} ms of the "
-        f"link at {link.bytes_per_s / 1e9:.2f} GB/s, {copies_ms:.1f} ms measured; lowered and bound in "
-        f"{asked_ms:.0f} ms. "
-        f"A micro-batch's own time: {1e3 * own_s:.0f} ms.\n"
+        f"{layers} of {LAYERS} layers move before micro-batch {AT}: {moved_bytes:,} bytes, "
+        f"{link_ms:.1f} ms of the link at {link.bytes_per_s / 1e9:.2f} GB/s, {copies_ms:.1f} ms "
+        f"measured; lowered and bound in {asked_ms:.0f} ms. A micro-batch's own time: "
+        f"{1e3 * own_s:.0f} ms.\n"
     )
     print("| step | " + " | ".join(f"{m}" for m in range(MICRO)) + " | step | idle |")
     print("|---" * (MICRO + 3) + "|")
@@ -97,7 +101,8 @@ def main() -> None:
         shown = [statistics.median(column) for column in zip(*delays, strict=True)]
         print(f"| {name}: delay | " + " | ".join(f"{1e3 * s:+.0f}" for s in shown) + " | | |")
     print(
-        f"\nthe latest micro-batch of {2 * ROUNDS} moves: {1e3 * worst:.0f} ms (bound: {1e3 * own_s:.0f})\n"
+        f"\nthe latest micro-batch of {2 * ROUNDS} moves: {1e3 * worst:.0f} ms (bound: "
+        f"{1e3 * own_s:.0f})\n"
     )
     step_s, idle_s = still[-2:]
     print("| way | step with it, s | longer, s | devices idle longer, s |")
@@ -107,7 +112,8 @@ def main() -> None:
         for values in zip(*((s.step_s, s.idle_s) for s in live), strict=True)
     )
     print(
-        f"| live, inside a step | {moved_s:.3f} | {moved_s - step_s:.3f} | {moved_idle_s - idle_s:.3f} |"
+        f"| live, inside a step | {moved_s:.3f} | {moved_s - step_s:.3f} | "
+        f"{moved_idle_s - idle_s:.3f} |"
     )
     with tempfile.TemporaryDirectory() as folder:
         for way in ("reboot, programs known", "reboot, programs compiled again"):

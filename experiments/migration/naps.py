@@ -1,6 +1,8 @@
-"""Layers that also sleep: paced layers that leave the cores alone, on devices whose slowness can be set.
+"""Layers that also sleep: paced layers that leave the cores alone, on devices whose slowness can be
+set.
 
-The sleep is a call of the compiler's foreign function interface; `nap.cc` is compiled when it is first asked for.
+The sleep is a call of the compiler's foreign function interface; `nap.cc` is compiled when it is
+first asked for.
 """
 
 import ctypes
@@ -34,7 +36,9 @@ def set_slowness(device: int, factor: float) -> None:
 
 
 def set_noise(noise: float, outliers: float, seed: int = 0) -> None:
-    """Naps take within `noise` of their time; a share `outliers` of them 1 + gamma(2, 1) times as long."""
+    """Naps take within `noise` of their time; a share `outliers` of them 1 + gamma(2, 1) times as
+    long.
+    """
     _library().set_noise(noise, outliers, seed)
 
 

@@ -1,8 +1,9 @@
-"""An Evolved-Transformer-like supernet whose blocks also sleep, in the proportions of its real size.
+"""An Evolved-Transformer-like supernet whose blocks also sleep, in the proportions of its real
+size.
 
-The arrays are tiny. What a block's branches make sleeps for the seconds that a roofline of an A100 gives for the block
-at 768 units and 1024 tokens, so scaled that blocks take 16 ms on average; a tanh behind it needs the result, so that
-computing it again costs the sleep again.
+The arrays are tiny. What a block's branches make sleeps for the seconds that a roofline of an A100
+gives for the block at 768 units and 1024 tokens, so scaled that blocks take 16 ms on average; a
+tanh behind it needs the result, so that computing it again costs the sleep again.
 """
 
 import statistics
@@ -26,7 +27,9 @@ from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.model import Model, trace_model
 
 LEFT, RIGHT = ("attention4", "glu", "conv7_swish", "ffn4_relu"), ("none", "ffn1_relu")
-"""Of the branches' operations, those of this search: eight kinds of blocks, to be compiled for every device."""
+"""Of the branches' operations, those of this search: eight kinds of blocks, to be compiled for
+every device.
+"""
 MEAN_S = 16e-3
 MICRO_BATCH = 2
 

@@ -1,7 +1,9 @@
-"""Really run: NPROC=1 python -m experiments.nas.real changed|evolved|unpaced [gpipe|pipedream] [ARCHITECTURES]
+"""Really run: NPROC=1 python -m experiments.nas.real changed|evolved|unpaced [gpipe|pipedream]
+[ARCHITECTURES]
 
-`changed`: layers are added twice to one stage and removed twice from another. `evolved`: 30 architectures of a search.
-Both paced, on four devices. `unpaced`: the search with the model `mini` and the same kinds of blocks, on two devices.
+`changed`: layers are added twice to one stage and removed twice from another. `evolved`: 30
+architectures of a search. Both paced, on four devices. `unpaced`: the search with the model `mini`
+and the same kinds of blocks, on two devices.
 """
 
 import os
@@ -32,15 +34,18 @@ from jvpipe.models.workload import Workload
 from jvpipe.planners.user_fates import checkpointed
 
 WARM, TIMED, TRIES = 2, 3, 2
-"""A variant that is measured alone is trained for `WARM` steps, and for `TIMED` whose median counts; again if another
-machine on the same host was busy meanwhile."""
+"""A variant that is measured alone is trained for `WARM` steps, and for `TIMED` whose median
+counts; again if another machine on the same host was busy meanwhile.
+"""
 QUIET = 0.05
 """At most this share of the cores' time may be stolen by other machines."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A supernet and the stream of architectures that is drawn from it; None: by the search itself."""
+    """A supernet and the stream of architectures that is drawn from it; None: by the search
+    itself.
+    """
 
     name: str
     workload: Workload
@@ -78,7 +83,9 @@ class Timed(jvpipe.Pipeline):
 
 
 class Moment(NamedTuple):
-    """The time, and the seconds that a host of virtual machines has kept from this one's cores until then."""
+    """The time, and the seconds that a host of virtual machines has kept from this one's cores
+    until then.
+    """
 
     at_s: float
     stolen_s: float
@@ -140,7 +147,9 @@ class Followed:
     compiled: dict[bool, int]
 
     def step_s(self) -> list[float]:
-        """Of each architecture after the first, seconds per step, those of the switch to it among them."""
+        """Of each architecture after the first, seconds per step, those of the switch to it among
+        them.
+        """
         return [(b.at_s - a.at_s) / STEPS for a, b in self._spans]
 
     def quiet(self) -> list[bool]:
@@ -153,7 +162,9 @@ class Followed:
 
 
 class Alone(NamedTuple):
-    """What a variant takes per step in its stride, by its plan, and whether the machine was all ours."""
+    """What a variant takes per step in its stride, by its plan, and whether the machine was all
+    ours.
+    """
 
     step_s: float
     plan: jvpipe.Plan
@@ -187,7 +198,9 @@ def homes_of(subject: Subject, schedule: str, architecture: Architecture) -> lis
 
 
 def followed(subject: Subject, schedule: str, count: int) -> tuple[Followed, jvpipe.Pipeline, Any]:
-    """Trains the stream; layers move as the plan of each architecture says. Also the pipeline and its last state."""
+    """Trains the stream; layers move as the plan of each architecture says. Also the pipeline and
+    its last state.
+    """
     space = subject.supernet.space
     given = subject.architectures
     search = ArchitectureSearch(
@@ -221,7 +234,9 @@ def followed(subject: Subject, schedule: str, count: int) -> tuple[Followed, jvp
 def plans_at_home(
     pipe: jvpipe.Pipeline, first: Sequence[int], whole: Sequence[int]
 ) -> dict[str, Iterator[jvpipe.Plan]]:
-    """The pipeline's own plan, and those of the variants that leave layers at home, the first choice first."""
+    """The pipeline's own plan, and those of the variants that leave layers at home, the first
+    choice first.
+    """
     assert pipe.session.planned is not None
     problem = pipe.session.planned.problem
 
@@ -325,10 +340,11 @@ def run(subject: Subject, schedule: str, count: int) -> None:
     report(f"{subject.name}, {schedule}", step_s, layers, counted, first=1)
     prepared_s, switched_s = stream.prepared_s, stream.switched_s
     print(
-        f"traced and planned in the background in {statistics.median(prepared_s):.3f} s (most {max(prepared_s):.3f}), "
-        f"switched in {statistics.median(switched_s):.3f} s (most {max(switched_s):.3f}); an ideal step takes "
-        f"{statistics.mean(step_s['ideal']):.3f} s\n"
-        f"programs compiled on the training's thread: {stream.compiled[True]}, beside it: {stream.compiled[False]}",
+        f"traced and planned in the background in {statistics.median(prepared_s):.3f} s (most "
+        f"{max(prepared_s):.3f}), switched in {statistics.median(switched_s):.3f} s (most "
+        f"{max(switched_s):.3f}); an ideal step takes {statistics.mean(step_s['ideal']):.3f} "
+        f"s\nprograms compiled on the training's thread: {stream.compiled[True]}, beside it: "
+        f"{stream.compiled[False]}",
         flush=True,
     )
     keep(subject.name, schedule, step_s)

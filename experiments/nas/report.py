@@ -34,14 +34,16 @@ def report(
     counted: Sequence[bool] | None = None,
     first: int = 0,
 ) -> None:
-    """Prints the table of a stream, given seconds per step by variant and architecture, and the ratios of its means.
+    """Prints the table of a stream, given seconds per step by variant and architecture, and the
+    ratios of its means.
 
-    Every architecture is trained for as many steps: means are those of the seconds, of all and of those that are
-    `counted`. The first one is number `first`.
+    Every architecture is trained for as many steps: means are those of the seconds, of all and of
+    those that are `counted`. The first one is number `first`.
     """
     counted = counted or [True] * len(layers)
     print(
-        f"\n### {title}\n\n| architecture | layers | {' | '.join(NAMES)} |\n{'|---' * (2 + len(NAMES))}|"
+        f"\n### {title}\n\n| architecture | layers | {' | '.join(NAMES)} "
+        f"|\n{'|---' * (2 + len(NAMES))}|"
     )
     for n, count in enumerate(layers):
         rates = (f"{MICRO_BATCHES / step_s[name][n]:.1f}" for name in NAMES)
@@ -62,10 +64,11 @@ def report(
         over = {name: mean_s[name] / mean_s["full"] for name in NAMES}
         lost = STEPS * (mean_s["full"] - mean_s["ideal"]) / mean_s["ideal"]
         print(
-            f"\nOf {those}: full over ideal {over['ideal']:.3f} (bound 0.93), over static {over['static']:.2f} (bound "
-            f"1.25), over that of the first architecture {over['static, first']:.2f}, over swap and recompute alone "
-            f"{over['swap/recompute']:.2f}; a switch costs {lost:.2f} of a step, tracing and planning included "
-            "(bound 1)",
+            f"\nOf {those}: full over ideal {over['ideal']:.3f} (bound 0.93), over static "
+            f"{over['static']:.2f} (bound 1.25), over that of the first architecture "
+            f"{over['static, first']:.2f}, over swap and recompute alone "
+            f"{over['swap/recompute']:.2f}; a switch costs {lost:.2f} of a step, tracing and "
+            "planning included (bound 1)",
             flush=True,
         )
 

@@ -2,9 +2,10 @@
 
 STREAM is changed, evolved, tight or amoebanet.
 
-Evolved transformers of 768 units and 1024 tokens, or evolved AmoebaNets on images of 224 by 224, on A100s of 40 GiB.
-Costs are the roofline's. A switch of the full variant is what it moves over the links, and, in a stream, the time that
-draining and filling it loses; planning counts as far as the architecture before was not trained so long.
+Evolved transformers of 768 units and 1024 tokens, or evolved AmoebaNets on images of 224 by 224, on
+A100s of 40 GiB. Costs are the roofline's. A switch of the full variant is what it moves over the
+links, and, in a stream, the time that draining and filling it loses; planning counts as far as the
+architecture before was not trained so long.
 """
 
 import sys
@@ -38,13 +39,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "amoebanet": ("evolved-amoebanet", {"slots": 24, "filters": 96, "side": 64}),
 }
 MICRO_BATCH = {"changed": 8, "evolved": 8, "tight": 96, "amoebanet": 64}
-"""With which PipeDream holds everything of the first architecture, with room to spare; but for `tight`, where what it
-would keep is too much."""
+"""With which PipeDream holds everything of the first architecture, with room to spare; but for
+`tight`, where what it would keep is too much.
+"""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """An architecture as a planner sees it; `prepared_s` is what tracing it and cutting its optimizer took here."""
+    """An architecture as a planner sees it; `prepared_s` is what tracing it and cutting its
+    optimizer took here.
+    """
 
     problem: Problem
     graph: Any
@@ -118,14 +122,17 @@ def planned(workload: Workload, architecture: Architecture, micro_batch: int) ->
 
 
 def homes_of(one: Planned, slots: int) -> list[int]:
-    """Where the upper layer's own planner, which knows of no limit, has the slots of an architecture."""
+    """Where the upper layer's own planner, which knows of no limit, has the slots of an
+    architecture.
+    """
     problem = replace(one.problem, memory_limit_bytes=None)
     bounds = find_planner(problem.schedule.name).decide(problem).bounds
     return streams.homes(one.graph, slots, [j - i for i, j in pairwise(bounds)])
 
 
 def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) -> float:
-    """What a change of model and plan takes: copies to the device that gets most, and a stream's draining and filling.
+    """What a change of model and plan takes: copies to the device that gets most, and a stream's
+    draining and filling.
 
     What is new comes from the host, what has moved from another device, with its optimizer's state.
     """
@@ -145,7 +152,9 @@ def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) 
 def seconds(
     found: Sequence[Planned], first: Sequence[int], whole: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Seconds per step of each variant, by architecture; those of the full one with its switches."""
+    """Seconds per step of each variant, by architecture; those of the full one with its
+    switches.
+    """
     step_s: dict[str, list[float]] = {name: [] for name in variants.NAMES}
     before: tuple[Planned, Decision] | None = None
     for one in found:

@@ -1,7 +1,7 @@
 """The two streams of architectures, and where a static partition has their layers.
 
-Slots have a home: the stage where the upper layer's own planner has them, in the first architecture or in the one that
-fills all slots of a search. A static partition leaves every block at its home.
+Slots have a home: the stage where the upper layer's own planner has them, in the first architecture
+or in the one that fills all slots of a search. A static partition leaves every block at its home.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,9 @@ from jvpipe.models.evolution import RegularizedEvolution
 
 STAGES = 4
 PER_STAGE, FILLED = 10, 6
-"""Slots of a stage in the stream of additions and removals, and how many of them are filled at first."""
+"""Slots of a stage in the stream of additions and removals, and how many of them are filled at
+first.
+"""
 SLOTS, COUNT = 12, 30
 """Slots of the searched space, and how many architectures the search trains."""
 
@@ -66,17 +68,20 @@ def evolved(
 
 
 def homes(graph: Any, slots: int, cuts: Sequence[int]) -> list[int]:
-    """The home of each slot, given the layers per stage of one architecture; an empty slot goes with the one before."""
+    """The home of each slot, given the layers per stage of one architecture; an empty slot goes
+    with the one before.
+    """
     stages = [s for s, count in enumerate(cuts) for _ in range(count)]
     found = {slot: stage for slot, stage in zip(_slots(graph), stages, strict=True) if slot >= 0}
     return list(accumulate((found.get(slot, 0) for slot in range(slots)), max))
 
 
 def home_bounds(graph: Any, homes: Sequence[int], stages: int = STAGES) -> list[int]:
-    """Where the stages of a static partition begin: what is before the first block is on the first stage.
+    """Where the stages of a static partition begin: what is before the first block is on the first
+    stage.
 
-    What is behind the last is on the last one, and what is between blocks on the stage of the block before. A stage
-    without a layer takes its neighbor's last one.
+    What is behind the last is on the last one, and what is between blocks on the stage of the block
+    before. A stage without a layer takes its neighbor's last one.
     """
     blocks = _slots(graph)
     last = max(i for i, slot in enumerate(blocks) if slot >= 0)

@@ -1,9 +1,11 @@
-"""What the upper layer, vPipe's two halves and the whole make of one architecture: decisions on a planner's problem.
+"""What the upper layer, vPipe's two halves and the whole make of one architecture: decisions on a
+planner's problem.
 
-- `static`: layers stay at home. GPipe computes every stage again; PipeDream keeps everything, and where that breaks the
-  limit it computes every stage again too, since it would stop otherwise. `static, first`: home is where the planner has
-  the slots in the first architecture.
-- `swap/recompute`: layers stay at home, fates by vPipe's algorithm 2: everything is kept but for what is too much.
+- `static`: layers stay at home. GPipe computes every stage again; PipeDream keeps everything, and
+  where that breaks the limit it computes every stage again too, since it would stop otherwise.
+  `static, first`: home is where the planner has the slots in the first architecture.
+- `swap/recompute`: layers stay at home, fates by vPipe's algorithm 2: everything is kept but for
+  what is too much.
 - `full`: cuts and fates by jvpipe's planner, while training runs.
 - `ideal`: the same, had it been known before and cost nothing.
 """
@@ -32,7 +34,9 @@ def static_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision
 
 
 def chosen_at_home(problem: Problem, bounds: Sequence[int]) -> Iterator[Decision]:
-    """vPipe's swap and recompute at these cuts; then under smaller limits, should the first plan hold too much."""
+    """vPipe's swap and recompute at these cuts; then under smaller limits, should the first plan
+    hold too much.
+    """
     for share in (1.0, 0.95, 0.9, 0.8, 0.7):
         asked = replace(
             problem, memory_limit_bytes=int(share * (problem.memory_limit_bytes or 0)) or None

@@ -1,8 +1,9 @@
-"""Layers that sleep, simulated against measured: NPROC=1 python -m experiments.paced.asleep [--only CASE]
+"""Layers that sleep, simulated against measured: NPROC=1 python -m experiments.paced.asleep [--only
+CASE]
 
-A layer's forward and backward, and its update, sleep in a foreign call (`experiments/migration/nap.cc`), so that eight
-devices keep two cores idle. Simulated are the rows of a step, whose programs are measured one by one; of a stream, the
-stages that planners count with.
+A layer's forward and backward, and its update, sleep in a foreign call
+(`experiments/migration/nap.cc`), so that eight devices keep two cores idle. Simulated are the rows
+of a step, whose programs are measured one by one; of a stream, the stages that planners count with.
 """
 
 import argparse
@@ -61,8 +62,8 @@ def cases() -> Iterator[Case]:
 def loss_of(sleep: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Makes the loss of a chain of layers that sleep in their forwards and their backwards.
 
-    Not the examples sleep but the weights, for replicas must be able to tell examples apart: cotangents are multiplied
-    by a one that comes late, behind what the forward has made.
+    Not the examples sleep but the weights, for replicas must be able to tell examples apart:
+    cotangents are multiplied by a one that comes late, behind what the forward has made.
 
     Args:
         sleep: a copy that takes so long.

@@ -1,7 +1,9 @@
-"""Paced layers: beside its own small work, a layer's forward and backward each spin for a given time.
+"""Paced layers: beside its own small work, a layer's forward and backward each spin for a given
+time.
 
-On few cores an idle device lends its core to a busy one, which hides imbalance. A spin is a scalar loop whose steps
-depend on each other: no second core can help. Its iterations are calibrated in seconds before it is used.
+On few cores an idle device lends its core to a busy one, which hides imbalance. A spin is a scalar
+loop whose steps depend on each other: no second core can help. Its iterations are calibrated in
+seconds before it is used.
 """
 
 import statistics

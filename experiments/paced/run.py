@@ -1,4 +1,6 @@
-"""Simulated against measured step seconds and peak bytes: NPROC=1 python -m experiments.paced.run"""
+"""Simulated against measured step seconds and peak bytes: NPROC=1 python -m
+experiments.paced.run
+"""
 
 import statistics
 import time
@@ -11,7 +13,9 @@ MICRO_BATCHES = (4, 8, 32)
 
 
 def main() -> None:
-    """Plans by hand, so that uneven cuts are seen too; layers are measured on one device while the other runs too."""
+    """Plans by hand, so that uneven cuts are seen too; layers are measured on one device while the
+    other runs too.
+    """
     jax.config.update("jax_num_cpu_devices", 2)
     import optax
 
@@ -24,7 +28,8 @@ def main() -> None:
 
     loss_fn, params = layers.paced_loss(((FORWARD_S, BACKWARD_S),) * LAYERS), layers.params(LAYERS)
     print(
-        "| schedule | cuts | M | simulated, s | measured, s | ratio | peak bytes, simulated | ledger |"
+        "| schedule | cuts | M | simulated, s | measured, s | ratio | peak bytes, simulated | "
+        "ledger |"
     )
     print("|---|---|---|---|---|---|---|---|")
     worst = 0.0

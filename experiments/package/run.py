@@ -1,4 +1,6 @@
-"""What the package weighs: seconds of `import jvpipe` beside the core alone, bytes of the environment of make bert."""
+"""What the package weighs: seconds of `import jvpipe` beside the core alone, bytes of the
+environment of make bert.
+"""
 
 import shutil
 import subprocess
@@ -18,7 +20,9 @@ MOST_RATIO, MOST_CORE, MOST_BERT = 1.8, 650_000_000, 900_000_000
 
 @contextmanager
 def environment(extras: str = "") -> Iterator[tuple[Path, int]]:
-    """The folder of a fresh environment with this checkout and its extras, and the bytes that installing these adds."""
+    """The folder of a fresh environment with this checkout and its extras, and the bytes that
+    installing these adds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source, root = Path(folder) / "source", Path(folder) / "environment"
         kept = ("jvpipe", "models", "releasing", "pyproject.toml", "README.md", "LICENSE")

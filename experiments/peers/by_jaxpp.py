@@ -1,6 +1,8 @@
-"""JaxPP under one of its schedules, both stages in one process; its sources have to be on PYTHONPATH.
+"""JaxPP under one of its schedules, both stages in one process; its sources have to be on
+PYTHONPATH.
 
-Usage: NPROC=1 python -m experiments.peers.by_jaxpp (Std1F1B | ZeroBubble) REFERENCE [--cut HALF_BLOCKS]
+Usage: NPROC=1 python -m experiments.peers.by_jaxpp (Std1F1B | ZeroBubble) REFERENCE [--cut
+HALF_BLOCKS]
 """
 
 import json

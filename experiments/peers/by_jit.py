@@ -1,4 +1,5 @@
-"""Plain JAX on one device: a jit per micro-batch, or one jit with a scan over them; `reference` keeps what it computes.
+"""Plain JAX on one device: a jit per micro-batch, or one jit with a scan over them; `reference`
+keeps what it computes.
 
 Usage: NPROC=1 python -m experiments.peers.by_jit (loop | scan | reference) REFERENCE
 """

@@ -28,7 +28,9 @@ def pipeline(schedule: str, plan: int | jvpipe.Plan, rate: float) -> jvpipe.Pipe
 
 
 def ready(schedule: str, stages: int, sizes: Sizes) -> tuple[work.Ready, list[int]]:
-    """A pipeline, and where it is cut; the gradients are those of another one with the same plan."""
+    """A pipeline, and where it is cut; the gradients are those of another one with the same
+    plan.
+    """
     params, batch = transformer_params(sizes), transformer_batch(sizes)
     checked = pipeline(schedule, stages, RATE)
     state, metrics = checked.step(checked.init(params, batch, None), batch)

@@ -1,4 +1,5 @@
-"""torch.distributed.pipelining under one of its schedules: two processes of one thread and one core, over gloo.
+"""torch.distributed.pipelining under one of its schedules: two processes of one thread and one
+core, over gloo.
 
 Usage: python -m experiments.peers.by_torch (1F1B | ZeroBubble) REFERENCE [--cut HALF_BLOCKS]
 """

@@ -1,6 +1,8 @@
-"""jvpipe beside JaxPP, torch.distributed.pipelining and plain jit, each in a process of its own, taking turns.
+"""jvpipe beside JaxPP, torch.distributed.pipelining and plain jit, each in a process of its own,
+taking turns.
 
-Usage: python -m experiments.peers.run [--rounds 3] [--jaxpp-python PYTHON --jaxpp-src FOLDER] [--torch-python PYTHON]
+Usage: python -m experiments.peers.run [--rounds 3] [--jaxpp-python PYTHON --jaxpp-src FOLDER]
+[--torch-python PYTHON]
 
 A peer whose environment is not given is left out.
 """
@@ -26,7 +28,9 @@ Environment = Literal["jvpipe", "JaxPP", "torch"]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute the same: a script of this folder, what it is told, and whose environment it needs."""
+    """One way to compute the same: a script of this folder, what it is told, and whose environment
+    it needs.
+    """
 
     name: str
     script: str
@@ -62,7 +66,9 @@ class Bench:
     more: tuple[str, ...] = ()
 
     def runs(self, way: Way) -> dict[str, Any]:
-        """What one way prints, measured in a process of its own, each of its devices on a core of its own."""
+        """What one way prints, measured in a process of its own, each of its devices on a core of
+        its own.
+        """
         command = [
             self.pythons[way.environment],
             "-m",
@@ -88,7 +94,9 @@ def check(way: Way, rounds: Sequence[dict[str, Any]]) -> None:
 
 
 def rows(found: dict[Way, list[dict[str, Any]]]) -> list[str]:
-    """The table: medians over rounds, and how they compare with the best of the peers on two devices."""
+    """The table: medians over rounds, and how they compare with the best of the peers on two
+    devices.
+    """
     step_s = {
         way: statistics.median(each["step_s"] for each in rounds) for way, rounds in found.items()
     }

@@ -1,4 +1,5 @@
-"""What every peer does alike: the gradients of one batch again and again. It is checked once and then timed.
+"""What every peer does alike: the gradients of one batch again and again. It is checked once and
+then timed.
 
 Nothing but numpy is imported here, for each peer has an environment of its own.
 """

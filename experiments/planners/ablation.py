@@ -128,7 +128,9 @@ PARTS: dict[str, Switch] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """The step that was found for a problem, None if there is no plan, and the processor seconds of planning."""
+    """The step that was found for a problem, None if there is no plan, and the processor seconds of
+    planning.
+    """
 
     step_s: float | None
     planning_s: float

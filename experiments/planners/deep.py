@@ -1,7 +1,9 @@
-"""How long a deep chain takes to plan, and how much memory: python -m experiments.planners.deep [LAYERS [DEVICES]]
+"""How long a deep chain takes to plan, and how much memory.
 
-A drawn chain (4,000 layers on 32 devices unless given) with `schedule="auto"`, 2 micro-batches per device, under a
-limit of 0.6 of what keeping everything takes.
+    python -m experiments.planners.deep [LAYERS [DEVICES]]
+
+A drawn chain (4,000 layers on 32 devices unless given) with `schedule="auto"`, 2 micro-batches per
+device, under a limit of 0.6 of what keeping everything takes.
 """
 
 import resource
@@ -20,7 +22,9 @@ SHARE, MEAN_BYTES = 0.6, 100
 
 
 def chain(layers: int, devices: int) -> Problem:
-    """A chain whose layers take 1.5 to 4.5 seconds, and leave 50 to 150 bytes that may be made again by a forward."""
+    """A chain whose layers take 1.5 to 4.5 seconds, and leave 50 to 150 bytes that may be made
+    again by a forward.
+    """
     draw = np.random.default_rng(0)
     forward_s, kept = draw.uniform(0.5, 1.5, layers), draw.integers(50, 150, layers)
     costs = tuple(
@@ -34,7 +38,8 @@ def chain(layers: int, devices: int) -> Problem:
         for i, (f, k) in enumerate(zip(forward_s, kept, strict=True))
     )
     edges = tuple(Edge(i, (i + 1,), 10) for i in range(layers - 1))
-    # Under 1F1B the first device holds what its layers leave of as many micro-batches as there are devices.
+    # Under 1F1B the first device holds what its layers leave of as many micro-batches as there are
+    # devices.
     limit = int(SHARE * MEAN_BYTES * layers)
     return Problem(Costs(costs, edges), devices, find_schedule("auto"), 2 * devices, limit)
 

@@ -1,4 +1,6 @@
-"""What each number of effort buys: python -m experiments.planners.effort [--every 7] [--longest 0.4] [--only NAME]
+"""What each number of effort buys.
+
+    python -m experiments.planners.effort [--every 7] [--longest 0.4] [--only NAME]
 
 Plans every n-th of the recorded problems (tests/record_plans.py) with ten times as much of each
 number of the tables of effort, and with a tenth of it, and tells the simulated step and the
@@ -34,7 +36,8 @@ TABLES = {
 
 
 def times(value: Any, factor: float) -> Any:
-    """A number of effort times a factor; whole numbers stay whole, and at least 1; of several numbers there are more.
+    """A number of effort times a factor; whole numbers stay whole, and at least 1; of several
+    numbers there are more.
 
     >>> times(3, 0.1), times(0.5, 10), times((1, 2, 4), 0.1)
     (1, 5.0, (1,))
@@ -66,7 +69,9 @@ def planned(every: int, longest_s: float) -> dict[str, Record]:
 
 
 def row(usual: dict[str, Record], other: dict[str, Record]) -> str:
-    """The cells of a line: mean and worst of the steps, and the seconds of planning, over those as they are."""
+    """The cells of a line: mean and worst of the steps, and the seconds of planning, over those as
+    they are.
+    """
     both = [
         (other[name]["step_s"], usual[name]["step_s"])
         for name in usual

@@ -1,4 +1,6 @@
-"""Whether a plan is slower where more is allowed: python -m experiments.planners.ladders limits|devices
+"""Whether a plan is slower where more is allowed.
+
+    python -m experiments.planners.ladders limits|devices
 
 A ladder of limits plans a profile under ten memory limits, from the least that has a plan to what a
 plan without a limit holds, and under none. A ladder of devices plans a model for 1 to 16 devices of

@@ -1,8 +1,11 @@
-"""jvpipe beside every other planner, where it once lost: python -m experiments.planners.rivals [PROFILE ...]
+"""jvpipe beside every other planner, where it once lost.
 
-Profiles are given by path (by default those of `experiments/planners/profiles`); chains and graphs with skips are
-drawn, models are those of the command line. Each model is planned for 2 to 16 stages under every schedule, links,
-micro-batches and limits taking turns. `--every N` takes each N-th case, `--first K` begins with the K-th.
+    python -m experiments.planners.rivals [PROFILE ...]
+
+Profiles are given by path (by default those of `experiments/planners/profiles`); chains and graphs
+with skips are drawn, models are those of the command line. Each model is planned for 2 to 16 stages
+under every schedule, links, micro-batches and limits taking turns. `--every N` takes each N-th
+case, `--first K` begins with the K-th.
 """
 
 import random
@@ -58,7 +61,9 @@ class Arguments:
 
 
 def chain(layers: int, slow: bool) -> tuple[Costs, Link]:
-    """Unlike layers with edges of unlike sizes; on slow links a stage's transfers take about as long as its work."""
+    """Unlike layers with edges of unlike sizes; on slow links a stage's transfers take about as
+    long as its work.
+    """
     draw = random.Random(layers)
     drawn = []
     for i in range(layers):
@@ -80,7 +85,9 @@ def chain(layers: int, slow: bool) -> tuple[Costs, Link]:
 
 
 def dense(blocks: int) -> Costs:
-    """Blocks in which each layer reads all before it, and between them few bytes: like a DenseNet's graph."""
+    """Blocks in which each layer reads all before it, and between them few bytes: like a DenseNet's
+    graph.
+    """
     draw = random.Random(blocks)
     layers, edges, begin = [], [], 0
     for block in range(blocks):
@@ -151,7 +158,9 @@ def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:
 
 
 def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> tuple[float, float]:
-    """The simulated step of a planner's plan, infinite if it has none that fits; and the seconds it takes of a core."""
+    """The simulated step of a planner's plan, infinite if it has none that fits; and the seconds it
+    takes of a core.
+    """
     start_s = time.process_time()
     try:
         decision = planner(problem)
@@ -176,7 +185,8 @@ def main() -> None:
     """Prints a line per case; at the end, the worst."""
     arguments = tyro.cli(Arguments)
     print(
-        "| model | layers | S | M | schedule | links, MB/s | limit, MB | best rival | its ms | jvpipe ms ",
+        "| model | layers | S | M | schedule | links, MB/s | limit, MB | best rival | its ms | "
+        "jvpipe ms ",
         end="",
     )
     print("| ratio | over the bound | planning s |\n|" + 13 * "---|")

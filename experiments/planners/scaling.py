@@ -1,6 +1,7 @@
 """How long planning takes as models and pipelines grow: python -m experiments.planners.scaling
 
-Layers are like those of a transformer, with six options each; limits are shares of what keeping everything takes.
+Layers are like those of a transformer, with six options each; limits are shares of what keeping
+everything takes.
 """
 
 import random
@@ -61,7 +62,8 @@ def model(layers: int, stages: int, schedule: str, seed: int = 0) -> Problem:
 def main() -> None:
     shares = (None, 0.7, 0.5)
     print(
-        "| layers | stages | schedule | no limit, s | limit 0.7, s | limit 0.5, s |\n|---|---|---|---|---|---|"
+        "| layers | stages | schedule | no limit, s | limit 0.7, s | limit 0.5, s "
+        "|\n|---|---|---|---|---|---|"
     )
     for layers, stages in SIZES:
         for schedule in ("1f1b", "pipedream"):

@@ -58,7 +58,9 @@ def limited(shapes: Shapes, draw: random.Random) -> Shapes:
 
 
 def ratios(shapes: Shapes) -> tuple[float, float]:
-    """How many times as long as the best of all plans take: the best rough plan, and the planner's."""
+    """How many times as long as the best of all plans take: the best rough plan, and the
+    planner's.
+    """
     least_s = best_s(shapes)
     return rough_plans(shapes)[0].step_s / least_s, ask_shapes("jvpipe", shapes).step_s / least_s
 

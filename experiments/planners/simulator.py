@@ -1,6 +1,7 @@
 """How many tasks a second the simulator does: `python -m experiments.planners.simulator [TASKS]`.
 
-1F1B on 64 stages that swap, and whose sends share the links to the host: every kind of task, and every queue.
+1F1B on 64 stages that swap, and whose sends share the links to the host: every kind of task, and
+every queue.
 """
 
 import sys
@@ -25,7 +26,8 @@ def main() -> None:
         timeline = simulate_lists(lists, [load] * STAGES, shared_link=shared)
         taken_s = time.perf_counter() - start
         print(
-            f"{len(timeline.tasks):,} tasks, {'shared' if shared else 'separate'} links: {taken_s:.1f} s"
+            f"{len(timeline.tasks):,} tasks, {'shared' if shared else 'separate'} links: "
+            f"{taken_s:.1f} s"
         )
 
 

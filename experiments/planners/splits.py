@@ -1,4 +1,5 @@
-"""What finer layers save: models at their real size on many devices, planned with whole layers and with halves of some.
+"""What finer layers save: models at their real size on many devices, planned with whole layers and
+with halves of some.
 
 M = 2 S micro-batches. Nothing runs, the estimates are the roofline's.
 """
@@ -16,7 +17,9 @@ from jvpipe.session.forecast import asked, with_splits
 MODELS = (("bert", "large", 16), ("gpt2", "770m", 2))
 """Model, size, examples per micro-batch."""
 CLUSTERS = (("a100-40gb", (4, 8)), ("a100-80gb", (8, 16, 24)))
-"""Cluster (the links of the first are PCIe, those of the second NVLink) and stages, all as if in one machine."""
+"""Cluster (the links of the first are PCIe, those of the second NVLink) and stages, all as if in
+one machine.
+"""
 
 
 def planned(
@@ -31,7 +34,9 @@ def planned(
 
 
 def row(name: str, stages: int, answers: Sequence[tuple[Problem, Answer]]) -> str:
-    """Slowest stage over the mean, its layers, step milliseconds; of both plans, and what is saved."""
+    """Slowest stage over the mean, its layers, step milliseconds; of both plans, and what is
+    saved.
+    """
     cells, steps = [], []
     for problem, each in answers:
         if each.decision is None or each.evaluation is None:

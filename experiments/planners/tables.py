@@ -33,7 +33,9 @@ def answer(problem: Problem, planner: str) -> Answer:
 
 
 def exact_bottleneck_s(costs: Costs, stages: int) -> float:
-    """The least slowest stage of all contiguous cuts, by a plain dynamic program that no planner shares."""
+    """The least slowest stage of all contiguous cuts, by a plain dynamic program that no planner
+    shares.
+    """
     total = np.concatenate([[0.0], np.cumsum([c.forward_s + c.backward_s for c in costs.layers])])
     best = total.copy()
     for _ in range(stages - 1):
@@ -53,7 +55,8 @@ def profiled(name: str) -> Costs:
 
 def bottlenecks() -> None:
     print(
-        "## Slowest stage over the exact contiguous optimum; no limit, schedule pipedream (planning seconds)\n"
+        "## Slowest stage over the exact contiguous optimum; no limit, schedule pipedream "
+        "(planning seconds)\n"
     )
     print(
         f"| planner | {' | '.join(f'{f} {s}' for f in FILES for s in STAGES)} |\n|---|{'---|' * 9}"
@@ -92,16 +95,19 @@ def expert() -> None:
     assert given.evaluation is not None
     print(f"\n## BERT-24 of dnn-partitioning on {graph.devices} accelerators\n")
     print(
-        f"the expert's largest load {1e3 * max(loads):.2f} ms, jvpipe's {1e3 * given.evaluation.bottleneck_s:.2f} ms;"
+        f"the expert's largest load {1e3 * max(loads):.2f} ms, jvpipe's "
+        f"{1e3 * given.evaluation.bottleneck_s:.2f} ms;"
     )
     print(
-        f"most bytes on a device {given.evaluation.peak_bytes:,}, the limit {graph.memory_limit_bytes:,}"
+        f"most bytes on a device {given.evaluation.peak_bytes:,}, the limit "
+        f"{graph.memory_limit_bytes:,}"
     )
 
 
 def under_limits() -> None:
     print(
-        "\n## Simulated step over jvpipe's, under a limit (share of what keeping everything takes); M = 4 S\n"
+        "\n## Simulated step over jvpipe's, under a limit (share of what keeping everything "
+        "takes); M = 4 S\n"
     )
     cases = [(name, profiled(name)) for name in FILES]
     cluster = find_cluster("a100-40gb")
@@ -111,7 +117,8 @@ def under_limits() -> None:
     columns = [(s, share) for s in ("1f1b", "gpipe", "2bw") for share in (1.0, 0.6)]
     planners = [p.name for p in PLANNERS if p.name not in ("even", "torchgpipe-size")]
     print(
-        f"| model, planner | {' | '.join(f'{s} {share}' for s, share in columns)} |\n|---|{'---|' * len(columns)}"
+        f"| model, planner | {' | '.join(f'{s} {share}' for s, share in columns)} "
+        f"|\n|---|{'---|' * len(columns)}"
     )
     for name, costs in cases:
         rows: dict[str, list[str]] = {planner: [] for planner in planners}
@@ -146,7 +153,8 @@ def _step_s(problem: Problem, given: Answer) -> float | None:
 
 def noise(draws: int = 20) -> None:
     print(
-        "\n## Plans made on costs that are off by 10%: true step over that of a plan made on true costs\n"
+        "\n## Plans made on costs that are off by 10%: true step over that of a plan made on true "
+        "costs\n"
     )
     print("| planner | mean | worst |\n|---|---|---|")
     cluster = find_cluster("a100-40gb")

@@ -1,1 +1,4 @@
-"""What others measured, beside what the cost model predicts: python -m experiments.predicts --json OUT"""
+"""What others measured, beside what the cost model predicts.
+
+python -m experiments.predicts --json OUT
+"""

@@ -1,4 +1,7 @@
-"""What others measured, beside what the cost model predicts: python -m experiments.predicts [--json OUT]"""
+"""What others measured, beside what the cost model predicts.
+
+python -m experiments.predicts [--json OUT]
+"""
 
 import argparse
 import json

@@ -1,7 +1,9 @@
-"""Steps of devices that share cores, over what is predicted: NPROC=1 python -m experiments.predicts.busy [MODEL ...]
+"""Steps of devices that share cores, over what is predicted: NPROC=1 python -m
+experiments.predicts.busy [MODEL ...]
 
-Each workload at its size mini on two stages, 8 micro-batches of 2 examples, all else as a user has it who says no more.
-Seconds are those of a quiet machine: `others` is the share of the cores that other processes had meanwhile.
+Each workload at its size mini on two stages, 8 micro-batches of 2 examples, all else as a user has
+it who says no more. Seconds are those of a quiet machine: `others` is the share of the cores that
+other processes had meanwhile.
 """
 
 import os
@@ -28,7 +30,9 @@ MEDIAN, WORST = (0.9, 1.1), 1.2
 
 
 class Measured(NamedTuple):
-    """Seconds of a step, predicted and measured, and the share of the cores that other processes had meanwhile."""
+    """Seconds of a step, predicted and measured, and the share of the cores that other processes
+    had meanwhile.
+    """
 
     predicted_s: float
     taken_s: float
@@ -97,7 +101,10 @@ def rows(models: Sequence[str]) -> Iterator[str]:
         yield f"| {model} | {' | '.join(cells)} | {max(x.others for x in of_model):.0%} |"
     median = statistics.median(x.ratio for x in found)
     worst = max((x.ratio for x in found), key=lambda ratio: max(ratio, 1 / ratio))
-    yield f"\nmedian {median:.3f} (bound: {MEDIAN[0]} to {MEDIAN[1]}), worst {worst:.2f} (bound: {WORST})"
+    yield (
+        f"\nmedian {median:.3f} (bound: {MEDIAN[0]} to {MEDIAN[1]}), worst {worst:.2f} (bound: "
+        f"{WORST})"
+    )
 
 
 if __name__ == "__main__":

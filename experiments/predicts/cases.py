@@ -1,7 +1,9 @@
-"""What others measured and printed, and which half of it may be looked at while constants are sought.
+"""What others measured and printed, and which half of it may be looked at while constants are
+sought.
 
-Each table is cut in two by a draw: constants are fitted on one half, and the other half judges them. What a plan
-for absent hardware rests on most is never fitted: torchgpipe's eight devices, and BERT from 4 examples to 16.
+Each table is cut in two by a draw: constants are fitted on one half, and the other half judges
+them. What a plan for absent hardware rests on most is never fitted: torchgpipe's eight devices, and
+BERT from 4 examples to 16.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """DAPPLE's table VI: BERT-48 on two V100s, each alone in its machine, in micro-batches of 2.
 
-Tokens are SQuAD's 384, the framework is TensorFlow 1 without XLA, the optimizer is Adam: as BERT's authors wrote it,
-operation by operation.
+Tokens are SQuAD's 384, the framework is TensorFlow 1 without XLA, the optimizer is Adam: as BERT's
+authors wrote it, operation by operation.
 """
 
 from bisect import bisect_right

@@ -1,4 +1,6 @@
-"""The layers of a model on a device as somebody's framework runs them: seconds, and bytes that leave a layer."""
+"""The layers of a model on a device as somebody's framework runs them: seconds, and bytes that
+leave a layer.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -69,7 +71,9 @@ def layers_of(model: str, size: str, examples: int, device: Accelerator) -> list
 
 
 def _seconds(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:
-    """Forward and backward; where nothing is fused the elementwise values that our backward makes again were kept."""
+    """Forward and backward; where nothing is fused the elementwise values that our backward makes
+    again were kept.
+    """
     forward_s, backward_s = (
         roofline.seconds(program, device) for program in (programs.forward, programs.backward)
     )

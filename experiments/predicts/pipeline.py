@@ -2,8 +2,8 @@
 
     GPipe   F0 F1 F2 | R2 B2 R1 B1 R0 B0        1F1B   F0 F1 | R0 B0 F2 | R1 B1 | R2 B2
 
-A stage computes in this order, each task as soon as what it reads is there. R reads nothing of other stages, so it runs
-while the cotangent that its B reads is on the way.
+A stage computes in this order, each task as soon as what it reads is there. R reads nothing of
+other stages, so it runs while the cotangent that its B reads is on the way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,9 @@ Order = Literal["gpipe", "1f1b"]
 
 @dataclass(frozen=True)
 class Stage:
-    """The seconds of a stage per micro-batch; `send_s` takes what it makes to the next stage, or its cotangent back."""
+    """The seconds of a stage per micro-batch; `send_s` takes what it makes to the next stage, or
+    its cotangent back.
+    """
 
     forward_s: float
     again_s: float

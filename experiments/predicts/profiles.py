@@ -1,8 +1,9 @@
 """Models whose layers others timed, forward and backward, on one V100 with PyTorch.
 
-VGG-16 and ResNet-50, batches of 128: msr-fiddle/pipedream, profiler/image_classification/profiles (MIT). BERT-24, 8
-records of 128 tokens: msr-fiddle/dnn-partitioning, throughput-inputs/LayerGraphs (MIT). Neither says on which device; a
-ReLU of VGG-16 reads and writes 654 GB/s, which only a V100 did then.
+VGG-16 and ResNet-50, batches of 128: msr-fiddle/pipedream, profiler/image_classification/profiles
+(MIT). BERT-24, 8 records of 128 tokens: msr-fiddle/dnn-partitioning, throughput-inputs/LayerGraphs
+(MIT). Neither says on which device; a ReLU of VGG-16 reads and writes 654 GB/s, which only a V100
+did then.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
-"""torchgpipe's benchmarks on eight P40s, as its repository sets them: kakaobrain/torchgpipe, benchmarks (BSD-3-Clause).
+"""torchgpipe's benchmarks on eight P40s, as its repository sets them: kakaobrain/torchgpipe,
+benchmarks (BSD-3-Clause).
 
-Batches, micro-batches, and the balance of each experiment in its own layers: of AmoebaNet-D the stem, 2 + 18 + 2 cells
-and the classifier; of U-Net each convolution, dropout, norm and activation, and what goes down, up, and across. With
-several micro-batches the last one is not computed again.
+Batches, micro-batches, and the balance of each experiment in its own layers: of AmoebaNet-D the
+stem, 2 + 18 + 2 cells and the classifier; of U-Net each convolution, dropout, norm and activation,
+and what goes down, up, and across. With several micro-batches the last one is not computed again.
 """
 
 from bisect import bisect_right
@@ -25,7 +26,9 @@ Share = tuple[int, float]
 
 @dataclass(frozen=True)
 class Setting:
-    """A benchmark: examples of a step, its micro-batches, and how many of their layers each device has."""
+    """A benchmark: examples of a step, its micro-batches, and how many of their layers each device
+    has.
+    """
 
     batch: int
     microbatches: int
@@ -52,7 +55,9 @@ UNET: Mapping[str, Setting] = {
     "Pipeline-8": Setting(640, 40, (16, 27, 31, 44, 22, 57, 27, 17)),
 }
 CELLS, LEVELS, BLOCK, LEVEL = 22, 5, 4, 22
-"""Cells of AmoebaNet-D; levels of U-Net, layers of a convolution's block, of a level: five blocks, and two more."""
+"""Cells of AmoebaNet-D; levels of U-Net, layers of a convolution's block, of a level: five blocks,
+and two more.
+"""
 
 
 def amoebanet_shares(name: str) -> list[Share]:
@@ -67,7 +72,8 @@ def amoebanet_shares(name: str) -> list[Share]:
 
 
 def unet_shares(name: str) -> list[Share]:
-    """The blocks of a convolution that one of our layers stands for; our lowest level is a single layer.
+    """The blocks of a convolution that one of our layers stands for; our lowest level is a single
+    layer.
 
     >>> unet_shares("down_1/002"), unet_shares("up_4/000"), unet_shares("segment")
     ([(30, 1.0)], [(132, 1.0)], [(240, 1.0)])

@@ -1,8 +1,9 @@
 """vPipe's BERT-large on eight RTX 2080 Ti: hku-systems/vpipe, runtime/bert and runtime/configs.
 
-PipeDream runs micro-batches of 4 records of 128 tokens, vPipe of 16; each updates after every micro-batch. Its slowest
-stage is what a stream takes. The optimizer is a fused LAMB, around which weights are stashed: copied to and fro by
-`load_old_params`, `load_new_params` and `get_params`, and gradients are set to zero.
+PipeDream runs micro-batches of 4 records of 128 tokens, vPipe of 16; each updates after every
+micro-batch. Its slowest stage is what a stream takes. The optimizer is a fused LAMB, around which
+weights are stashed: copied to and fro by `load_old_params`, `load_new_params` and `get_params`, and
+gradients are set to zero.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ STASHED_BYTES = 3 * 8 + 4
 
 @dataclass(frozen=True)
 class Setting:
-    """How many of BERT's 97 parts each device has, and the share of them whose forward runs again."""
+    """How many of BERT's 97 parts each device has, and the share of them whose forward runs
+    again.
+    """
 
     partition: tuple[int, ...]
     again: tuple[float, ...] = (0.0,) * 8
@@ -54,5 +57,7 @@ def _update_s(blocks: Sequence[Layer], share: float, ends: Sequence[Layer]) -> f
 
 
 def predicted(larger: Setting = PIPEDREAM) -> float:
-    """Predicts how many times the rate of PipeDream's micro-batches of 4 that of 16 is, under a setting."""
+    """Predicts how many times the rate of PipeDream's micro-batches of 4 that of 16 is, under a
+    setting.
+    """
     return per_s(16, larger) / per_s(4, PIPEDREAM)

@@ -1,7 +1,8 @@
 """How even 16 stages are, for every model: python -m experiments.scaling.evenness [MODEL ...]
 
-The slowest stage, forward and backward, over the larger of the mean and the largest single equation, which nothing
-divides: with whole layers and with layers cut inside. Models are those of `experiments.scaling.run`, without a limit.
+The slowest stage, forward and backward, over the larger of the mean and the largest single
+equation, which nothing divides: with whole layers and with layers cut inside. Models are those of
+`experiments.scaling.run`, without a limit.
 """
 
 import sys

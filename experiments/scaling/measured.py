@@ -1,7 +1,9 @@
-"""Examples per second on 1, 2 and 4 stages, really run: NPROC=1 python -m experiments.scaling.measured
+"""Examples per second on 1, 2 and 4 stages, really run: NPROC=1 python -m
+experiments.scaling.measured
 
-Unlike layers that sleep, so that cores are no matter, and BERT at size mini, whose work the cores share. Each number of
-stages has a process of its own: the devices of one process lend each other their workers.
+Unlike layers that sleep, so that cores are no matter, and BERT at size mini, whose work the cores
+share. Each number of stages has a process of its own: the devices of one process lend each other
+their workers.
 """
 
 import subprocess
@@ -24,7 +26,9 @@ LAYERS, LONGEST_S, WIDTH = 24, 2e-3, 16
 
 
 def sleeping(stages: int, micro: int = MICRO_BATCHES, steps: int = STEPS) -> float:
-    """Examples per second of layers whose forward sleeps a half to all of `LONGEST_S`, its backward twice that."""
+    """Examples per second of layers whose forward sleeps a half to all of `LONGEST_S`, its backward
+    twice that.
+    """
     drawn = [float(x) for x in np.random.default_rng(0).uniform(LONGEST_S / 2, LONGEST_S, LAYERS)]
     pipe = _pipe(layers.loss_fn(tuple((x, x, x) for x in drawn)), optax.sgd(0.1), stages, micro)
     batch = naps.batch(2 * micro, WIDTH)
@@ -79,7 +83,10 @@ def alone(name: str, stages: int) -> float:
 def row(name: str, rates: Sequence[float]) -> str:
     """A line of the table: rates, and the share of the first one's rate per device that is left."""
     shares = (rate / stages / rates[0] for rate, stages in zip(rates, STAGES, strict=True))
-    return f"| {name} | {' | '.join(f'{rate:.1f} ({share:.0%})' for rate, share in zip(rates, shares, strict=True))} |"
+    return (
+        f"| {name} | "
+        f"{' | '.join(f'{rate:.1f} ({share:.0%})' for rate, share in zip(rates, shares, strict=True))} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""The papers' models over 1 to 16 stages, planned and simulated: python -m experiments.scaling.run [MODEL ...]
+"""The papers' models over 1 to 16 stages, planned and simulated.
 
-On two machines of eight V100 of 16 GB with NVLink, 25 Gbps between them (the preset `v100-a`), 1F1B, AdamW, 32
-micro-batches at every number of stages. Nothing runs: layers are estimated from their shapes.
+    python -m experiments.scaling.run [MODEL ...]
+
+On two machines of eight V100 of 16 GB with NVLink, 25 Gbps between them (the preset `v100-a`),
+1F1B, AdamW, 32 micro-batches at every number of stages. Nothing runs: layers are estimated from
+their shapes.
 """
 
 import sys
@@ -21,7 +24,9 @@ STAGES, MICRO_BATCHES = (1, 2, 4, 8, 16), 32
 
 @dataclass(frozen=True)
 class Subject:
-    """A model at a size, the examples of a micro-batch, and their tokens if not as many as usual."""
+    """A model at a size, the examples of a micro-batch, and their tokens if not as many as
+    usual.
+    """
 
     model: str
     size: str
@@ -36,7 +41,9 @@ class Subject:
         return question_of(workload, batch_size, MICRO_BATCHES, stages, optax.adamw(1e-3))
 
     def row(self) -> str:
-        """Examples per second at each number of stages, and the share of the first one's per device that is left."""
+        """Examples per second at each number of stages, and the share of the first one's per device
+        that is left.
+        """
         cells, first = [], 0.0
         for stages in STAGES:
             rate = self.rate(self.question(stages))

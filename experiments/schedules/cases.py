@@ -1,8 +1,9 @@
-"""The problems of the simulated table: drawn transformers, real profiles, the package's models on an A100.
+"""The problems of the simulated table: drawn transformers, real profiles, the package's models on
+an A100.
 
-A drawn model has 32 layers, halves of blocks in turn: attention, whose W needs 1.17 times what its F leaves, then a
-feed-forward network, whose W needs 2.2 times that. A forward takes one second, or 0.5 to
-1.5 where layers are uneven.
+A drawn model has 32 layers, halves of blocks in turn: attention, whose W needs 1.17 times what its
+F leaves, then a feed-forward network, whose W needs 2.2 times that. A forward takes one second, or
+0.5 to 1.5 where layers are uneven.
 """
 
 import random
@@ -63,7 +64,8 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A row: which model, what its rows have in common, and the problem, whose schedule is 1F1B and has no limit yet.
+    """A row: which model, what its rows have in common, and the problem, whose schedule is 1F1B and
+    has no limit yet.
 
     `make` gives the problem: costs of a model are traced only where they are wanted.
     """

@@ -8,7 +8,9 @@ import jax
 
 
 def timed(pipe: Any, state: Any, batch: Any, steps: int) -> tuple[list[float], list[float]]:
-    """The seconds of each of so many steps, which are waited for one by one, and of their dispatch."""
+    """The seconds of each of so many steps, which are waited for one by one, and of their
+    dispatch.
+    """
     taken_s, dispatched_s = [], []
     for _ in range(steps):
         start_s = time.perf_counter()

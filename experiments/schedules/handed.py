@@ -1,8 +1,9 @@
 """What fates of handed values would give: python -m experiments.schedules.handed
 
-What the first half of a backward hands the second could be computed again there, or go to the host. Drawn models are
-planned by `auto` as they are, then as if feed-forward networks computed their large product again (half of
-a forward's seconds, 1.05 MB less), and as if handed values took no bytes and no seconds, which no fate is better than.
+What the first half of a backward hands the second could be computed again there, or go to the host.
+Drawn models are planned by `auto` as they are, then as if feed-forward networks computed their
+large product again (half of a forward's seconds, 1.05 MB less), and as if handed values took no
+bytes and no seconds, which no fate is better than.
 """
 
 import statistics
@@ -17,7 +18,9 @@ from jvpipe.planners.model.problem import Problem
 
 ROUNDS, SEND, LIMITS = (1, 2), 0.1, (0.8, 0.6)
 PRODUCT_BYTES, PRODUCT_SHARE = 1_050 * KB, 0.5
-"""The large product of a feed-forward network: its bytes, and its seconds per second of a forward."""
+"""The large product of a feed-forward network: its bytes, and its seconds per second of a
+forward.
+"""
 AGAIN = {"all": range(1, LAYERS, 2), "last quarter": range(3 * LAYERS // 4 + 1, LAYERS, 2)}
 """Layers that compute it again."""
 
@@ -37,7 +40,10 @@ def main() -> None:
             over = [find_order(other).step_s / usual_s for other in others]
             for column, each in zip(columns, over, strict=True):
                 column.append(each)
-            shown = f"{devices}, M {devices * rounds} | {halves[0]} : {halves[1]} | {'uneven' if uneven else 'alike'}"
+            shown = (
+                f"{devices}, M {devices * rounds} | {halves[0]} : {halves[1]} | "
+                f"{'uneven' if uneven else 'alike'}"
+            )
             print(
                 f"| {shown} | {limit} | {' | '.join(f'{each:.3f}' for each in over)} |", flush=True
             )

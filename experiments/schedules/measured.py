@@ -1,4 +1,7 @@
-"""Measured against simulated steps of every family, while devices sleep: python -m experiments.schedules.measured"""
+"""Measured against simulated steps of every family, while devices sleep.
+
+python -m experiments.schedules.measured
+"""
 
 import statistics
 import sys
@@ -26,14 +29,17 @@ FAMILIES = (
 NAP_S = 5e-3
 """What each of a layer's F, I and W sleeps."""
 MOST_OFF, MOST_OVER = 0.03, 1.05
-"""By how much a measured step may be off, and how many times what no order of its plan is below `auto` may take."""
+"""By how much a measured step may be off, and how many times what no order of its plan is below
+`auto` may take.
+"""
 
 
 def main() -> None:
     """The table, for two and for four devices."""
     jax.config.update("jax_num_cpu_devices", 4)
     print(
-        "| S | schedule | simulated, s | measured, s | ratio | over 1f1b | over the bound | peak bytes per device |"
+        "| S | schedule | simulated, s | measured, s | ratio | over 1f1b | over the bound | peak "
+        "bytes per device |"
     )
     print("|---|---|---|---|---|---|---|---|")
     off, over = 0.0, 0.0
@@ -55,7 +61,9 @@ def main() -> None:
 
 
 class Measured(NamedTuple):
-    """Seconds of a step, simulated, measured, and what no order of its plan is below; peak bytes of each device."""
+    """Seconds of a step, simulated, measured, and what no order of its plan is below; peak bytes of
+    each device.
+    """
 
     simulated_s: float
     measured_s: float
@@ -106,7 +114,9 @@ def schedule_of(name: str) -> Any:
 
 
 def naps_in(kind: str, layer: int) -> int:
-    """How often a task of a layer sleeps; nobody asks the first layer for the cotangent of its input."""
+    """How often a task of a layer sleeps; nobody asks the first layer for the cotangent of its
+    input.
+    """
     if layer < 0:
         return 0
     cotangent = int(layer > 0)
@@ -114,7 +124,9 @@ def naps_in(kind: str, layer: int) -> int:
 
 
 def least_naps(plan: Any) -> int:
-    """What no order of a plan is below: of each device the work, and the forwards before the first of its layers."""
+    """What no order of a plan is below: of each device the work, and the forwards before the first
+    of its layers.
+    """
     naps, begins = dict[int, int](), dict[int, int]()
     for stage in plan.stages:
         (device,) = stage.devices

@@ -194,7 +194,9 @@ def zbv(folder: Path, setting: Setting, times: int | None) -> TaskLists:
 
 
 def whole_at_first(order: TaskLists) -> TaskLists:
-    """An order whose first stage, which gives no cotangent, has whole backwards in the place of its first halves."""
+    """An order whose first stage, which gives no cotangent, has whole backwards in the place of its
+    first halves.
+    """
     return tuple(
         tuple(
             Task(s, Kind.B if s == 0 and kind is Kind.I else kind, m)

@@ -1,10 +1,13 @@
-"""Every family of schedules, simulated: python -m experiments.schedules.run [--every N] [--quick] [--rows] [--jobs N]
+"""Every family of schedules, simulated.
 
-Each family's cuts and fates are the planner's for it, under the same limit. `auto` must be no slower than any of them,
-in every row, and under 0.6 of what 1F1B takes 10% faster than 1F1B with recomputation in most: otherwise the exit code
-is 1. Seconds of planning are those of a core. `--every N` takes each N-th of the drawn models, under all limits;
-`--quick` few of them, and nothing else; `--groups` those of some kinds, such as `profiles` and `models`; `--limits`
-those under some limits, of which 1 is none.
+    python -m experiments.schedules.run [--every N] [--quick] [--rows] [--jobs N]
+
+Each family's cuts and fates are the planner's for it, under the same limit. `auto` must be no
+slower than any of them, in every row, and under 0.6 of what 1F1B takes 10% faster than 1F1B with
+recomputation in most: otherwise the exit code is 1. Seconds of planning are those of a core.
+`--every N` takes each N-th of the drawn models, under all limits; `--quick` few of them, and
+nothing else; `--groups` those of some kinds, such as `profiles` and `models`; `--limits` those
+under some limits, of which 1 is none.
 """
 
 import os
@@ -62,7 +65,9 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Planned:
-    """Seconds of a step and of planning, the bytes of the fullest device, and what no order of the plan is below."""
+    """Seconds of a step and of planning, the bytes of the fullest device, and what no order of the
+    plan is below.
+    """
 
     step_s: float
     peak_bytes: int
@@ -72,7 +77,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a case: of each family that has a plan; what 1F1B takes without a limit, and no plan is below."""
+    """What came of a case: of each family that has a plan; what 1F1B takes without a limit, and no
+    plan is below.
+    """
 
     case_group: str
     name: str
@@ -82,7 +89,9 @@ class Row:
     planned: dict[str, Planned]
 
     def over_1f1b(self, family: str) -> float:
-        """The family's step over that of 1F1B, which recomputes what it must; zero where 1F1B has no plan."""
+        """The family's step over that of 1F1B, which recomputes what it must; zero where 1F1B has
+        no plan.
+        """
         usual = self.planned.get(ONE_F_ONE_B.name)
         return self.planned[family].step_s / usual.step_s if usual else 0.0
 
@@ -106,9 +115,11 @@ def row_of(case: Case) -> Row:
 
 
 def by_rule(problem: Problem, schedule: Schedule) -> Planned | None:
-    """A family's plan; None if there are too few layers for its chunks, or no fates of balanced cuts fit.
+    """A family's plan; None if there are too few layers for its chunks, or no fates of balanced
+    cuts fit.
 
-    The planner would look further then, for ten seconds or more: it found a plan in few rows, and no fast one.
+    The planner would look further then, for ten seconds or more: it found a plan in few rows, and
+    no fast one.
     """
     start_s = time.process_time()
     try:
@@ -174,9 +185,12 @@ def families_table(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def auto_table(rows: Sequence[Row], label: Callable[[Row], str]) -> Iterable[str]:
-    """Lists, for rows of the same label and limit, how `auto` does beside 1F1B and beside the best of all families."""
+    """Lists, for rows of the same label and limit, how `auto` does beside 1F1B and beside the best
+    of all families.
+    """
     yield "| rows | limit | how many | over 1f1b: least | median | most | 10% faster " + (
-        "| over the best family: median | most | faster by 1% | over 1f1b, median: bound of the plan | of all plans |"
+        "| over the best family: median | most | faster by 1% | over 1f1b, median: bound of the "
+        "plan | of all plans |"
     )
     yield f"|{12 * '---|'}"
     for name, share in dict.fromkeys((label(row), row.share) for row in rows):
@@ -207,7 +221,9 @@ def _spread(values: Sequence[float], digits: int) -> list[str]:
 
 
 def mistakes(rows: Sequence[Row]) -> list[str]:
-    """Lists the rows in which `auto` is slower than a family, and says if under the least limit it gains too little."""
+    """Lists the rows in which `auto` is slower than a family, and says if under the least limit it
+    gains too little.
+    """
     some = [row for row in rows if len(row.planned) > 1]
     found = [
         f"auto takes {row.over_best():.4f} of the best: {row}"
@@ -218,7 +234,8 @@ def mistakes(rows: Sequence[Row]) -> list[str]:
     gains = sum(row.over_1f1b(AUTO) <= GAIN for row in tight)
     if tight and 2 * gains <= len(tight):
         found.append(
-            f"auto is 10% faster than 1f1b under {TIGHT} of its bytes in {gains} of {len(tight)} rows only"
+            f"auto is 10% faster than 1f1b under {TIGHT} of its bytes in {gains} of {len(tight)} "
+            "rows only"
         )
     return found
 

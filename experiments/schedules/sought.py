@@ -19,7 +19,8 @@ def main() -> int:
     """Prints the table."""
     late = 0
     print(
-        "| layers, devices | limit | sought, s | bound, s | step, s | comes from |\n|---|---|---|---|---|---|"
+        "| layers, devices | limit | sought, s | bound, s | step, s | comes from "
+        "|\n|---|---|---|---|---|---|"
     )
     for (layers, devices), bound_s in BOUNDS_S.items():
         free = drawn(devices, 2 * devices, HALVES, SEND, uneven=True, layers=layers)

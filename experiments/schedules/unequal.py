@@ -1,4 +1,6 @@
-"""Two sleeping devices, one twice as fast: simulated and measured steps. python -m experiments.schedules.unequal"""
+"""Two sleeping devices, one twice as fast: simulated and measured steps. python -m
+experiments.schedules.unequal
+"""
 
 import argparse
 import sys
@@ -14,12 +16,16 @@ FORWARD_S, BACKWARD_S = 12e-3, 24e-3
 SPEEDS = ((2.0, 1.0), (1.0, 2.0))
 """Of device 0 and device 1."""
 ROOM = 0.75
-"""What a device twice as fast may hold under a limit, of what it does without one; the other 11/24 of it."""
+"""What a device twice as fast may hold under a limit, of what it does without one; the other 11/24
+of it.
+"""
 BOUND = 0.05
 
 
 class Row(NamedTuple):
-    """A plan's layers, by stage and device, seconds of a step, simulated and measured, and peak bytes by device."""
+    """A plan's layers, by stage and device, seconds of a step, simulated and measured, and peak
+    bytes by device.
+    """
 
     placed: str
     simulated_s: float
@@ -33,7 +39,8 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "gpipe", "interleaved", "auto"])
     jax.config.update("jax_num_cpu_devices", 2)
     print(
-        "| schedule | speeds | limits | layers, by stage | simulated, s | measured, s | ratio | blind, s | peaks |"
+        "| schedule | speeds | limits | layers, by stage | simulated, s | measured, s | ratio | "
+        "blind, s | peaks |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     worst = 0.0
@@ -47,7 +54,10 @@ def main() -> None:
                 row = free if limit is None else one(schedule, speeds, limit=limit)
                 ratio = row.measured_s / row.simulated_s
                 worst = max(worst, abs(ratio - 1))
-                shown = f"{row.simulated_s:.3f} | {row.measured_s:.3f} | {ratio:.3f} | {blind.measured_s:.3f}"
+                shown = (
+                    f"{row.simulated_s:.3f} | {row.measured_s:.3f} | {ratio:.3f} | "
+                    f"{blind.measured_s:.3f}"
+                )
                 told = f"{speeds[0]:g}:{speeds[1]:g} | {'none' if limit is None else list(limit)}"
                 print(f"| {schedule} | {told} | {row.placed} | {shown} | {row.peaks} |", flush=True)
                 assert limit is None or all(

@@ -1,4 +1,6 @@
-"""What closes the gap to vPipe's printed gains: python -m experiments.seeds_throughput.gap MODEL ... [DEVICES ...]
+"""What closes the gap to vPipe's printed gains.
+
+    python -m experiments.seeds_throughput.gap MODEL ... [DEVICES ...]
 
 The comparison of `run` under one assumption more at a time, and under all of them. Nothing runs.
 """
@@ -35,8 +37,8 @@ class Assumption:
 
     Attributes:
         name: as the table has it.
-        share: the part that a rival's micro-batch is of what fits here. vPipe's repository runs PipeDream's BERT at 4
-            where 16 fit.
+        share: the part that a rival's micro-batch is of what fits here. vPipe's repository runs
+            PipeDream's BERT at 4 where 16 fit.
         stashes: weights are stashed by copies, and gradients set to zero, with each update.
         cluster: with what runs its devices.
     """

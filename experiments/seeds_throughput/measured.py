@@ -1,7 +1,9 @@
-"""The comparison really run, while devices sleep: NPROC=1 python -m experiments.seeds_throughput.measured [STEPS]
+"""The comparison really run, while devices sleep: NPROC=1 python -m
+experiments.seeds_throughput.measured [STEPS]
 
-Four CPU devices pass micro-batches through layers that sleep for times of their own, so that cores are no matter.
-PipeDream and GPipe run their own planners' plans; jvpipe's must keep the bytes of the fullest device of theirs.
+Four CPU devices pass micro-batches through layers that sleep for times of their own, so that cores
+are no matter. PipeDream and GPipe run their own planners' plans; jvpipe's must keep the bytes of
+the fullest device of theirs.
 """
 
 import itertools
@@ -24,7 +26,9 @@ DEVICES, MICRO, WIDTH, EXAMPLES, MOST_S = 4, 8, 16, 64, 6e-3
 
 
 def seconds(count: int) -> tuple[layers.Seconds, ...]:
-    """Of unlike layers: a forward from a third of `MOST_S` on, the halves of a backward as long each."""
+    """Of unlike layers: a forward from a third of `MOST_S` on, the halves of a backward as long
+    each.
+    """
     drawn = np.random.default_rng(0).uniform(MOST_S / 3, MOST_S, count)
     return tuple((float(x), float(x), float(x)) for x in drawn)
 
@@ -32,7 +36,9 @@ def seconds(count: int) -> tuple[layers.Seconds, ...]:
 def measured(
     schedule: str, planner: str, limit: int | None, steps: int, chain: int
 ) -> tuple[float, int]:
-    """Examples per second, the median of steps that are warm, and the bytes of the fullest device."""
+    """Examples per second, the median of steps that are warm, and the bytes of the fullest
+    device.
+    """
     pipe = jvpipe.Pipeline(
         layers.loss_fn(seconds(chain)),
         optax.sgd(0.1),
@@ -64,7 +70,10 @@ def table(steps: int = 12, chain: int = 16) -> Iterator[str]:
     for system in SYSTEMS:
         own, held = measured(system.schedule, system.planner, None, steps, chain)
         ours, kept = measured(system.schedule, "jvpipe", held, steps, chain)
-        cells = f"{own:.0f} | {held / 1024:.1f} | {ours:.0f} | {kept / 1024:.1f} | {ours / own - 1:+.0%}"
+        cells = (
+            f"{own:.0f} | {held / 1024:.1f} | {ours:.0f} | {kept / 1024:.1f} | "
+            f"{ours / own - 1:+.0%}"
+        )
         yield f"| {system.name} | {cells} |"
 
 

@@ -1,7 +1,9 @@
-"""vPipe's comparison, planned and simulated: python -m experiments.seeds_throughput.run [DEVICES or MODEL ...]
+"""vPipe's comparison, planned and simulated.
 
-PipeDream and GPipe, each with its own planner and with jvpipe's cuts and fates under the devices' memory. Nothing runs:
-layers are estimated from their shapes, plans are simulated.
+    python -m experiments.seeds_throughput.run [DEVICES or MODEL ...]
+
+PipeDream and GPipe, each with its own planner and with jvpipe's cuts and fates under the devices'
+memory. Nothing runs: layers are estimated from their shapes, plans are simulated.
 """
 
 import sys
@@ -26,7 +28,9 @@ from jvpipe.session.question import on_cluster
 CLUSTER = replace(find_cluster("2080ti"), machines=4)
 """vPipe's hosts: four RTX 2080 Ti each on PCIe 3, 40 Gbps between hosts."""
 MICRO_BATCHES, ANCHORS, MOST = 32, (4, 16), 256
-"""Micro-batches of a step, the micro-batch sizes at which a model is traced, and the largest one that is tried."""
+"""Micro-batches of a step, the micro-batch sizes at which a model is traced, and the largest one
+that is tried.
+"""
 MODELS: Mapping[str, tuple[str, str]] = {
     "bert": ("bert", "large"),
     "transformer": ("transformer", "big"),
@@ -39,7 +43,9 @@ MODELS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class System:
-    """A pipeline as a paper runs it: its schedule, and the planner that knows of no memory limit."""
+    """A pipeline as a paper runs it: its schedule, and the planner that knows of no memory
+    limit.
+    """
 
     name: str
     schedule: str
@@ -47,7 +53,9 @@ class System:
 
 
 SYSTEMS = (System("PipeDream", "pipedream", "pipedream"), System("GPipe", "1f1b", "gpipe"))
-"""Both alternate forwards and backwards once they are warm, as vPipe's authors have them; GPipe flushes each step."""
+"""Both alternate forwards and backwards once they are warm, as vPipe's authors have them; GPipe
+flushes each step.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,8 @@ NONE = Rate(0, 0.0)
 def rate_of(
     system: System, planner: str, costs: Costs, size: int, devices: int, cluster: Cluster
 ) -> Rate:
-    """The rate of a planner's plan at a micro-batch size; none if it finds none, or one beyond the devices' memory.
+    """The rate of a planner's plan at a micro-batch size; none if it finds none, or one beyond the
+    devices' memory.
 
     jvpipe's planner alone is told how much that is.
     """
@@ -92,7 +101,8 @@ def compared(
 ) -> tuple[Rate, Rate]:
     """A system's rate with its own planner and with jvpipe's: each at the size that is best for it.
 
-    With its own planner sizes are all powers of two, with jvpipe's what is best without, twice and four times that.
+    With its own planner sizes are all powers of two, with jvpipe's what is best without, twice and
+    four times that.
     """
 
     def fastest(planner: str, sizes: Sequence[int]) -> Rate:
@@ -119,8 +129,12 @@ def as_pytorch(workload: Workload, cluster: Cluster) -> Costing:
 
 
 def by_size(costing: Callable[[int], Costs], devices: int, sizes: Sequence[int]) -> Iterator[str]:
-    """Yields the rates of both systems, with their own planner and with jvpipe's, at given sizes."""
-    yield f"| examples of a micro-batch | {' | '.join(map(str, sizes))} |\n|---{'|---' * len(sizes)}|"
+    """Yields the rates of both systems, with their own planner and with jvpipe's, at given
+    sizes.
+    """
+    yield (
+        f"| examples of a micro-batch | {' | '.join(map(str, sizes))} |\n|---{'|---' * len(sizes)}|"
+    )
     for system in SYSTEMS:
         for planner in (system.planner, "jvpipe"):
             rates = [
@@ -128,7 +142,10 @@ def by_size(costing: Callable[[int], Costs], devices: int, sizes: Sequence[int])
                 for size in sizes
             ]
             told = [f"{rate:.3g}" if rate else "does not fit" for rate in rates]
-            yield f"| {system.name}{' with jvpipe' if planner == 'jvpipe' else ''} | {' | '.join(told)} |"
+            yield (
+                f"| {system.name}{' with jvpipe' if planner == 'jvpipe' else ''} | "
+                f"{' | '.join(told)} |"
+            )
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,4 +1,6 @@
-"""Held-out loss against examples, updates and simulated seconds, a row of panels for each number of stages."""
+"""Held-out loss against examples, updates and simulated seconds, a row of panels for each number of
+stages.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,9 @@ _ALONE = [name for name in COLORS if name.startswith("one device")]
 
 
 def draw(subject: Subject, curves: Sequence[Curve], folder: Path) -> None:
-    """Means over seeds, and between the least and the most of them a shade; to FOLDER/<subject>.svg."""
+    """Means over seeds, and between the least and the most of them a shade; to
+    FOLDER/<subject>.svg.
+    """
     figure = Figure(figsize=(12, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(3, 3, sharey=True)

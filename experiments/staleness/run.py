@@ -1,6 +1,7 @@
 """Every run, a line each as it ends; then the table and the figures.
 
-Usage: python -m experiments.staleness.run FOLDER [bert | digits]. What FOLDER/curves.jsonl holds is not run again.
+Usage: python -m experiments.staleness.run FOLDER [bert | digits]. What FOLDER/curves.jsonl holds is
+not run again.
 """
 
 import json
@@ -19,7 +20,9 @@ STAGES, SEEDS = (2, 4, 8), (0, 1, 2)
 
 
 def runs(subject: Subject, seed: int) -> Iterator[Run]:
-    """What differs: synchronous schedules do not from one device, nor does 2bw with the stages (see `check`)."""
+    """What differs: synchronous schedules do not from one device, nor does 2bw with the stages (see
+    `check`).
+    """
     plain = [("1f1b", 1), ("pipedream", 1), ("2bw", 1)]
     stale = [
         (name, stages) for stages in reversed(STAGES) for name in ("pipedream", "pipemare", "xpipe")
@@ -29,7 +32,8 @@ def runs(subject: Subject, seed: int) -> Iterator[Run]:
 
 
 def check(subject: Subject, curves: list[Curve]) -> None:
-    """8 steps of seed 0: gpipe and 1f1b give one device's bits at every number of stages, 2bw those of one stage.
+    """8 steps of seed 0: gpipe and 1f1b give one device's bits at every number of stages, 2bw those
+    of one stage.
 
     Where they end: on the way a stream's layers are not at one version.
     """

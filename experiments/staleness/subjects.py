@@ -1,7 +1,9 @@
-"""What is trained: BERT mini on the prose that Python carries, and a small convolutional net on scikit-learn's digits.
+"""What is trained: BERT mini on the prose that Python carries, and a small convolutional net on
+scikit-learn's digits.
 
-Axes: B batch, C channels. A batch is cut into `MICRO_BATCHES`; whoever updates once per micro-batch has the rate that
-was best for that on one device, whoever updates once per batch the one that was best for this (see `rates`).
+Axes: B batch, C channels. A batch is cut into `MICRO_BATCHES`; whoever updates once per micro-batch
+has the rate that was best for that on one device, whoever updates once per batch the one that was
+best for this (see `rates`).
 """
 
 import tempfile
@@ -27,8 +29,9 @@ Batch = dict[str, np.ndarray]
 class Subject:
     """A model and its data.
 
-    `data` maps a seed to batches without end; `held_out` are batches that no seed trains on. `rates` are the learning
-    rates for one update per batch and for one per micro-batch, chosen by `tune` from their `grids`.
+    `data` maps a seed to batches without end; `held_out` are batches that no seed trains on.
+    `rates` are the learning rates for one update per batch and for one per micro-batch, chosen by
+    `tune` from their `grids`.
     """
 
     name: str
@@ -47,7 +50,9 @@ class Subject:
 
 
 def bert() -> Subject:
-    """BERT mini on records of 32 tokens (not 64), 2 to a micro-batch; AdamW without clipping, at a constant rate."""
+    """BERT mini on records of 32 tokens (not 64), 2 to a micro-batch; AdamW without clipping, at a
+    constant rate.
+    """
     workload, batch_size, folder = (
         load("bert", "mini", tokens=32),
         2 * MICRO_BATCHES,
@@ -68,7 +73,9 @@ def bert() -> Subject:
 
 
 def digits() -> Subject:
-    """Eight convolutions and a dense layer on images of 8 x 8, 8 to a micro-batch; SGD with momentum 0.9."""
+    """Eight convolutions and a dense layer on images of 8 x 8, 8 to a micro-batch; SGD with
+    momentum 0.9.
+    """
     found = import_module(
         "sklearn.datasets"
     ).load_digits()  # of the extra "experiments": not there for type checks

@@ -1,4 +1,6 @@
-"""What the curves say: held-out loss at equal examples, at equal updates, and by simulated seconds."""
+"""What the curves say: held-out loss at equal examples, at equal updates, and by simulated
+seconds.
+"""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +27,9 @@ _ALIKE = ("1f1b", "2bw")  # at every number of stages
 
 @dataclass(frozen=True)
 class Row:
-    """The curves of one schedule: `losses[j, i]` with seed `seeds[j]` after `steps[i]` batches, `updates[i]`, ..."""
+    """The curves of one schedule: `losses[j, i]` with seed `seeds[j]` after `steps[i]` batches,
+    `updates[i]`, ...
+    """
 
     seeds: tuple[int, ...]
     steps: Int[np.ndarray, " looks"]
@@ -38,7 +42,9 @@ class Row:
         return self.losses.mean(0)
 
     def seconds_to(self, loss: float) -> float:
-        """When the mean first falls to `loss`, between two looks on a line; infinite if it does not."""
+        """When the mean first falls to `loss`, between two looks on a line; infinite if it does
+        not.
+        """
         mean = self.mean
         for i in range(1, len(mean)):
             if mean[i] <= loss < mean[i - 1]:

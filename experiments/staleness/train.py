@@ -1,4 +1,6 @@
-"""One run: a subject under a schedule, its held-out loss along the way, and the simulated seconds of its steps."""
+"""One run: a subject under a schedule, its held-out loss along the way, and the simulated seconds
+of its steps.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out loss after so many steps (batches), from 0 on; infinite where the run had diverged."""
+    """Held-out loss after so many steps (batches), from 0 on; infinite where the run had
+    diverged.
+    """
 
     run: Run
     steps: tuple[int, ...]
@@ -61,10 +65,11 @@ def with_options(schedule: str, steps: int) -> Schedule:
 
 
 def train(subject: Subject, run: Run, steps: int | None = None) -> Curve:
-    """Trains for `steps`, those of the subject unless given, and looks at the held-out loss eight times.
+    """Trains for `steps`, those of the subject unless given, and looks at the held-out loss eight
+    times.
 
-    All stages share one device: which version a task reads is fixed by the lists, not by what runs beside it.
-    A look on the way sees each layer's newest weights; at the end nothing is in flight.
+    All stages share one device: which version a task reads is fixed by the lists, not by what runs
+    beside it. A look on the way sees each layer's newest weights; at the end nothing is in flight.
     """
     steps = steps or subject.steps
     pipe = jvpipe.Pipeline(
@@ -108,10 +113,12 @@ def _held_out_loss(pipe: jvpipe.Pipeline, state: Any, held_out: Sequence[Batch])
 
 
 def simulated_s(schedule: str, stages: int, steps: int) -> tuple[float, ...]:
-    """When all stages have done the backwards of each step, from 0 steps on; the stages are balanced.
+    """When all stages have done the backwards of each step, from 0 steps on; the stages are
+    balanced.
 
-    A stage's forward takes FORWARD_S / S and its backward BACKWARD_S / S; updates and sends take none. A synchronous
-    step is what `simulate_lists` makes of its lists, times the steps; an asynchronous stream is simulated whole.
+    A stage's forward takes FORWARD_S / S and its backward BACKWARD_S / S; updates and sends take
+    none. A synchronous step is what `simulate_lists` makes of its lists, times the steps; an
+    asynchronous stream is simulated whole.
     """
     found = find_schedule(schedule)
     loads = [StageLoad(FORWARD_S / stages, BACKWARD_S / stages)] * stages

@@ -1,4 +1,7 @@
-"""Learning rates: each of a grid on one device, seed 3. Usage: python -m experiments.staleness.tune [SUBJECT ...]"""
+"""Learning rates: each of a grid on one device, seed 3. Usage.
+
+python -m experiments.staleness.tune [SUBJECT ...]
+"""
 
 import sys
 

@@ -1,6 +1,9 @@
-"""Steps with the optimizer's state on the host, simulated on H100s: python -m experiments.state_on_host.run
+"""Steps with the optimizer's state on the host, simulated on H100s.
 
-Nothing runs: layers are estimated from their shapes, and the rows of a step that a pipeline would run are simulated.
+    python -m experiments.state_on_host.run
+
+Nothing runs: layers are estimated from their shapes, and the rows of a step that a pipeline would
+run are simulated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +44,9 @@ MODELS: tuple[Subject, ...] = (
 
 
 def seconds(row: Row, lowered: Lowered, costs: Costs, cluster: Cluster) -> float:
-    """The seconds of a row: forwards and backwards as estimated, updates and copies by the bytes that they touch."""
+    """The seconds of a row: forwards and backwards as estimated, updates and copies by the bytes
+    that they touch.
+    """
     size = sum(lowered.buffers[b].bytes for b in row.writes)
     info, layer = KINDS[row.kind], costs.layers[max(row.layer, 0)]
     match row.kind:
@@ -71,7 +76,9 @@ def both_ways(lowered: Lowered) -> Links:
 
 
 class Simulated(NamedTuple):
-    """A step: its seconds with one link to the host for both ways, and one for each; what devices and host hold."""
+    """A step: its seconds with one link to the host for both ways, and one for each; what devices
+    and host hold.
+    """
 
     step_s: float
     both_ways_s: float

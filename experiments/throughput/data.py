@@ -1,4 +1,6 @@
-"""The numbers of the transformer that is timed: sizes, parameters and a batch, for any framework."""
+"""The numbers of the transformer that is timed: sizes, parameters and a batch, for any
+framework.
+"""
 
 from dataclasses import dataclass
 from typing import Any

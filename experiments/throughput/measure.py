@@ -1,6 +1,7 @@
 """Times one way to train, in a process of its own; prints one JSON object.
 
-Usage: NPROC=1 python -m experiments.throughput.measure (jit | scan | gpipe | 1f1b | replicas | 2:1 | dispatch) DEVICES
+Usage: NPROC=1 python -m experiments.throughput.measure (jit | scan | gpipe | 1f1b | replicas | 2:1
+| dispatch) DEVICES
 """
 
 import json
@@ -65,7 +66,9 @@ def one_scan() -> dict[str, Any]:
 
 
 def pipeline(schedule: str, stages: int, replicas: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """jvpipe, with plain SGD so that the update weighs as little as in the others, which have none."""
+    """jvpipe, with plain SGD so that the update weighs as little as in the others, which have
+    none.
+    """
     import optax
 
     import jvpipe
@@ -90,10 +93,12 @@ def pipeline(schedule: str, stages: int, replicas: tuple[int, ...] | None = None
 
 
 def dispatch() -> dict[str, Any]:
-    """Microseconds per task: 8 layers, S=4, M=8, Adam; step wall time over 64, for 2 to 6 arrays per layer.
+    """Microseconds per task: 8 layers, S=4, M=8, Adam; step wall time over 64, for 2 to 6 arrays
+    per layer.
 
-    The slope is per array of a task. In turns with it, what a jit call of 20 arrays takes: 25 microseconds on the
-    machine of the bounds (45 per task, 2 per array), so that other machines can be compared.
+    The slope is per array of a task. In turns with it, what a jit call of 20 arrays takes: 25
+    microseconds on the machine of the bounds (45 per task, 2 per array), so that other machines can
+    be compared.
     """
     import optax
 

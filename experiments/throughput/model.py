@@ -1,4 +1,6 @@
-"""The models that are timed: an 8-block transformer, and a chain of layers that cost nothing but their dispatch."""
+"""The models that are timed: an 8-block transformer, and a chain of layers that cost nothing but
+their dispatch.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +31,9 @@ def transformer_loss(
     rng: Any,
     before: Callable[[int, jax.Array], jax.Array] = lambda _, x: x,
 ) -> jax.Array:
-    """Next-token loss of a pre-norm transformer; `before` sees what goes into each half of a block, with its number."""
+    """Next-token loss of a pre-norm transformer; `before` sees what goes into each half of a block,
+    with its number.
+    """
     x = params["embed"][batch["tokens"]] + params["pos"]
     for i, p in enumerate(params["blocks"]):
         x = before(2 * i, x)

@@ -1,4 +1,7 @@
-"""Runs every measurement in a process of its own and prints the table. Usage: python -m experiments.throughput.run"""
+"""Runs every measurement in a process of its own and prints the table. Usage.
+
+python -m experiments.throughput.run
+"""
 
 import json
 import os
@@ -48,15 +51,19 @@ def start(cache: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Takes turns between the ways, so that a slow minute of the machine hits all, and prints medians and ratios."""
+    """Takes turns between the ways, so that a slow minute of the machine hits all, and prints
+    medians and ratios.
+    """
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     tiny = measured("dispatch", 4)
     task, slope, jit = tiny["task_us"], tiny["slope_us"], tiny["jit_us"]
     print(
-        f"dispatch: {task:.1f} us per task, {slope:.2f} us per further array; a jit call of 20 arrays {jit:.1f} us"
+        f"dispatch: {task:.1f} us per task, {slope:.2f} us per further array; a jit call of 20 "
+        f"arrays {jit:.1f} us"
     )
     print(
-        f"in jit calls: {task / jit:.2f} per task (bound 1.80), {slope / jit:.3f} per array (bound 0.080)\n"
+        f"in jit calls: {task / jit:.2f} per task (bound 1.80), {slope / jit:.3f} per array "
+        "(bound 0.080)\n"
     )
     found = []
     for _ in range(rounds):
@@ -67,7 +74,8 @@ def main() -> None:
         way: statistics.median(each[way].get("busy_s", 0.0) for each in found) for way in WAYS
     }
     print(
-        "\n| way | s per step | over jit | processor s per step | first step, s | programs |\n|---|---|---|---|---|---|"
+        "\n| way | s per step | over jit | processor s per step | first step, s | programs "
+        "|\n|---|---|---|---|---|---|"
     )
     for way in WAYS:
         last = found[-1][way]
@@ -76,17 +84,20 @@ def main() -> None:
         over, busy = step_s[way] / step_s["jit", 1], f"{busy_s[way]:.2f}" if busy_s[way] else "-"
         print(f"| {NAMES[way]} | {step_s[way]:.3f} | {over:.2f} | {busy} | {shown} | {programs} |")
     print(
-        f"\ntwo stages under 1f1b over one stage: {step_s['1f1b', 1] / step_s['1f1b', 2]:.2f} times as fast"
+        f"\ntwo stages under 1f1b over one stage: {step_s['1f1b', 1] / step_s['1f1b', 2]:.2f} "
+        "times as fast"
     )
     print(
-        f"two replicas over one device: {step_s['1f1b', 1] / step_s['replicas', 2]:.2f} times as fast"
+        f"two replicas over one device: {step_s['1f1b', 1] / step_s['replicas', 2]:.2f} times as "
+        "fast"
     )
     print(f"processor seconds of 2:1 over those of 1:1: {busy_s['2:1', 3] / busy_s['1f1b', 2]:.2f}")
     with tempfile.TemporaryDirectory() as cache:
         starts = [start(cache) for _ in range(2)]
     print("start of BERT-48 on 4 stages: first {start_s:.1f} s".format(**starts[0]), end=", ")
     print(
-        f"second {starts[1]['start_s']:.1f} s, {starts[0]['start_s'] / starts[1]['start_s']:.2f} times as fast"
+        f"second {starts[1]['start_s']:.1f} s, {starts[0]['start_s'] / starts[1]['start_s']:.2f} "
+        "times as fast"
     )
 
 

@@ -1,7 +1,8 @@
-"""Times the start of BERT-48 on 4 stages, from the import of JAX to the end of the first step; prints one JSON object.
+"""Times the start of BERT-48 on 4 stages, from the import of JAX to the end of the first step;
+prints one JSON object.
 
-Usage: python -m experiments.throughput.start CACHE_FOLDER [group | apart]. Run twice with one folder: the second
-start finds what the first one compiled.
+Usage: python -m experiments.throughput.start CACHE_FOLDER [group | apart]. Run twice with one
+folder: the second start finds what the first one compiled.
 """
 
 import json

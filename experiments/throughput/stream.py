@@ -2,8 +2,9 @@
 
 Usage: NPROC=1 python -m experiments.throughput.stream [ROUNDS | work]
 
-`work` tells instead what a micro-batch costs by kind of task, both stages on one device: the lower quartile over
-micro-batches, which depends less on what else a machine does than the seconds of two devices.
+`work` tells instead what a micro-batch costs by kind of task, both stages on one device: the lower
+quartile over micro-batches, which depends less on what else a machine does than the seconds of two
+devices.
 """
 
 import statistics
@@ -57,7 +58,9 @@ def both(*, apart: bool) -> Started:
 
 
 def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
-    """Runs on; the state, seconds per micro-batch after some warm steps, and the busy share of the devices."""
+    """Runs on; the state, seconds per micro-batch after some warm steps, and the busy share of the
+    devices.
+    """
     batch, spans, began_s, losses = data.transformer_batch(), [], 0.0, []
     pipe.session.monitor()
     for n, found in enumerate(pipe.run(state, [batch] * (WARM + STEPS + 1))):
@@ -79,7 +82,9 @@ def timed(pipe: jvpipe.Pipeline, state: Any) -> tuple[Any, float, float]:
 
 
 def busy_share(spans: list[Span]) -> float:
-    """The share of the time between the first start and the last end that the less busy device works."""
+    """The share of the time between the first start and the last end that the less busy device
+    works.
+    """
     work = [span for span in spans if span.kind in COMPUTE]
     devices = {span.device for span in work}
     begin_s = max(min(s.start_s for s in work if s.device == d) for d in devices)
@@ -132,7 +137,8 @@ def main() -> None:
             taken[name].append(seconds)
             busy[name].append(share)
             print(
-                f"{name}: {seconds * 1e3:.1f} ms per micro-batch, the less busy device works {share:.1%}",
+                f"{name}: {seconds * 1e3:.1f} ms per micro-batch, the less busy device works "
+                f"{share:.1%}",
                 flush=True,
             )
     median = {name: statistics.median(values) for name, values in taken.items()}

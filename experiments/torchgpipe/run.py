@@ -1,6 +1,9 @@
-"""torchgpipe's benchmarks on its Tesla P40s, planned and simulated: python -m experiments.torchgpipe.run [TABLE ...]
+"""torchgpipe's benchmarks on its Tesla P40s, planned and simulated.
 
-Tables are `amoebanet`, `unet` (speed) and `memory`. Nothing runs: layers are estimated from their shapes.
+    python -m experiments.torchgpipe.run [TABLE ...]
+
+Tables are `amoebanet`, `unet` (speed) and `memory`. Nothing runs: layers are estimated from their
+shapes.
 """
 
 import sys
@@ -27,7 +30,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A row of theirs: a model over `devices`, its batch cut in `microbatches`, and what they measured.
+    """A row of theirs: a model over `devices`, its batch cut in `microbatches`, and what they
+    measured.
 
     `whole`: nothing is cut or recomputed (Naive-1). `theirs` is examples/s, or GiB of all devices.
     """
@@ -123,7 +127,8 @@ MEMORY = (
 def speeds(rows: Sequence[Benchmark], others: Sequence[float] = ()) -> None:
     """Examples per second, and how many times the first row's."""
     print(
-        "| | batch | paper /s | | GPipe's | as torchgpipe /s | | jvpipe /s | | fullest device GiB, of both |"
+        "| | batch | paper /s | | GPipe's | as torchgpipe /s | | jvpipe /s | | fullest device "
+        "GiB, of both |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     first: list[float] = []
@@ -138,7 +143,8 @@ def speeds(rows: Sequence[Benchmark], others: Sequence[float] = ()) -> None:
         gpipe = f"{others[i]:.2f}x" if others else ""
         held = ", ".join(f"{max(each.device_bytes) / GIB:.1f}" for each in (theirs, ours) if each)
         print(
-            f"| {row.title} | {row.batch} | {cells[0]} | {gpipe} | {cells[1]} | {cells[2]} | {held} |",
+            f"| {row.title} | {row.batch} | {cells[0]} | {gpipe} | {cells[1]} | {cells[2]} | "
+            f"{held} |",
             flush=True,
         )
 

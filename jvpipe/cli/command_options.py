@@ -62,7 +62,8 @@ class ModelOptions(PipelineOptions):
         resumed="fixed",
     )
     dtype: str | None = name_option(
-        "The type to compute in, float32 or bfloat16; the model's own if left out. Parameters are float32.",
+        "The type to compute in, float32 or bfloat16; the model's own if left out. Parameters are "
+        "float32.",
         "model",
         resumed="fixed",
     )
@@ -85,7 +86,8 @@ class ModelOptions(PipelineOptions):
         resumed="fixed",
     )
     figure: str | None = path_option(
-        "Draws the timeline to this file (png, svg or pdf); the figure of a plan also shows its memory.",
+        "Draws the timeline to this file (png, svg or pdf); the figure of a plan also shows its "
+        "memory.",
         "run",
         "file",
         resumed="start",
@@ -99,7 +101,8 @@ class TrainOptions(ModelOptions):
     taker: ClassVar[Taker] = TRAIN
 
     config: str | None = path_option(
-        "A file with any of these options: TOML, YAML, or JSON such as a run's config.json. The command line wins.",
+        "A file with any of these options: TOML, YAML, or JSON such as a run's config.json. The "
+        "command line wins.",
         "run",
         "file",
         resumed="start",
@@ -107,7 +110,8 @@ class TrainOptions(ModelOptions):
     model: str = option(
         "bert",
         _NAME,
-        "Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or package.module:NAME.",
+        "Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or "
+        "package.module:NAME.",
         "model",
         resumed="fixed",
     )
@@ -125,7 +129,8 @@ class TrainOptions(ModelOptions):
     optimizer: str | None = option(
         None,
         one_of("optimizer", OPTIMIZERS),
-        f"The optimizer, which gets clipped gradients: {', '.join(OPTIMIZERS)}; the model's own if left out.",
+        f"The optimizer, which gets clipped gradients: {', '.join(OPTIMIZERS)}; the model's own "
+        "if left out.",
         "model",
         resumed="fixed",
     )
@@ -139,7 +144,8 @@ class TrainOptions(ModelOptions):
     warmup: int | None = option(
         None,
         partial(whole_number, least=0, most=MOST),
-        "Steps in which the learning rate rises to its highest; the model's own share of all steps if left out.",
+        "Steps in which the learning rate rises to its highest; the model's own share of all "
+        "steps if left out.",
         "model",
         "steps",
     )
@@ -153,15 +159,17 @@ class TrainOptions(ModelOptions):
         "path",
     )
     tokenizer: str | None = path_option(
-        "Reads text with this tokenizer.json of the tokenizers package; by default one is trained on the text.",
+        "Reads text with this tokenizer.json of the tokenizers package; by default one is trained "
+        "on the text.",
         "data",
         "file",
         resumed="start",
     )
     init_from: str | None = path_option(
-        "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and "
-        "model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model's fields are "
-        "those in config.json, and its tokenizer is the tokenizer.json if there is one.",
+        "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with "
+        "config.json and model.safetensors or its parts, as transformers writes it, or OWNER/NAME "
+        "of a hub. The model's fields are those in config.json, and its tokenizer is the "
+        "tokenizer.json if there is one.",
         "model",
         "folder",
     )
@@ -177,8 +185,8 @@ class TrainOptions(ModelOptions):
         "patterns",
     )
     export_weights: str | None = path_option(
-        "Writes the trained model to this new folder, laid out as that of --init-from, for transformers to load; "
-        "adapters are added to the parameters that they adapt.",
+        "Writes the trained model to this new folder, laid out as that of --init-from, for "
+        "transformers to load; adapters are added to the parameters that they adapt.",
         "run",
         "folder",
         resumed="start",
@@ -197,13 +205,14 @@ class TrainOptions(ModelOptions):
         "folder",
     )
     resume: bool = flag_option(
-        "Continues the run in --run-dir with its plan. Options that are not given keep the values of the run; other "
-        "stages, or another planner, schedule or limit, make a new plan.",
+        "Continues the run in --run-dir with its plan. Options that are not given keep the values "
+        "of the run; other stages, or another planner, schedule or limit, make a new plan.",
         "run",
         resumed="start",
     )
     trust: bool = flag_option(
-        "With --resume of a folder from elsewhere: runs the model's code that its config.json names.",
+        "With --resume of a folder from elsewhere: runs the model's code that its config.json "
+        "names.",
         "run",
         resumed="start",
     )
@@ -222,7 +231,8 @@ class TrainOptions(ModelOptions):
         "checkpoints",
     )
     eval_every: int | None = count_option(
-        "Steps between evaluations on batches that training never sees; the best checkpoint is kept.",
+        "Steps between evaluations on batches that training never sees; the best checkpoint is "
+        "kept.",
         "run",
         "steps",
     )
@@ -234,8 +244,8 @@ class TrainOptions(ModelOptions):
     track: tuple[str, ...] = option(
         (),
         _texts,
-        "Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, or the tracker of an installed "
-        "package; may be given several times.",
+        "Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, or the "
+        "tracker of an installed package; may be given several times.",
         "run",
         "tracker",
     )
@@ -244,7 +254,8 @@ class TrainOptions(ModelOptions):
         "pipeline",
     )
     nas: bool = flag_option(
-        "Searches architectures by regularized evolution: trains one after another; equal blocks share parameters.",
+        "Searches architectures by regularized evolution: trains one after another; equal blocks "
+        "share parameters.",
         "model",
     )
     nas_steps: int = option(
@@ -262,7 +273,8 @@ class TrainOptions(ModelOptions):
         "steps",
     )
     profile: int | None = count_option(
-        "Profiles this many steps, from the second on, with jax.profiler; timeline.json shows the same steps.",
+        "Profiles this many steps, from the second on, with jax.profiler; timeline.json shows the "
+        "same steps.",
         "run",
         "steps",
         resumed="start",
@@ -276,7 +288,8 @@ class TrainOptions(ModelOptions):
     coordinator: str | None = option(
         None,
         checked_address,
-        "For several processes, on one host or many: the address where process 0 waits for the others.",
+        "For several processes, on one host or many: the address where process 0 waits for the "
+        "others.",
         "processes",
         "HOST:PORT",
         resumed="processes",
@@ -296,20 +309,22 @@ class TrainOptions(ModelOptions):
         resumed="processes",
     )
     distributed: bool = flag_option(
-        "Finds the other processes through Slurm, Open MPI, Kubernetes or a TPU pod, in place of --coordinator, "
-        "--process-id and --num-processes.",
+        "Finds the other processes through Slurm, Open MPI, Kubernetes or a TPU pod, in place of "
+        "--coordinator, --process-id and --num-processes.",
         "processes",
         resumed="processes",
     )
     host_address: str | None = name_option(
-        "This host's address for the other processes; by default the one from which it reaches the coordinator.",
+        "This host's address for the other processes; by default the one from which it reaches "
+        "the coordinator.",
         "processes",
         "address",
         resumed="own",
     )
     secret_file: str | None = path_option(
-        "A file of mode 0600 with a secret that all processes share; a process with another secret is refused. By "
-        "default the file that JVPIPE_SECRET_FILE names. Needs --coordinator.",
+        "A file of mode 0600 with a secret that all processes share; a process with another "
+        "secret is refused. By default the file that JVPIPE_SECRET_FILE names. Needs "
+        "--coordinator.",
         "processes",
         "file",
         resumed="own",
@@ -317,8 +332,8 @@ class TrainOptions(ModelOptions):
     host_timeout: float = option(
         300.0,
         partial(positive, largest=threading.TIMEOUT_MAX),
-        "Seconds without a sign of another process, or without a step, after which a run of several processes is "
-        "given up.",
+        "Seconds without a sign of another process, or without a step, after which a run of "
+        "several processes is given up.",
         "processes",
         "seconds",
         resumed="processes",

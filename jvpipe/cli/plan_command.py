@@ -74,7 +74,8 @@ class PlanOptions(ModelOptions):
         "FORMAT[:FILE]",
     )
     lossy: bool = flag_option(
-        "With --export: writes the nearest plan that the format can express; a comment says what is lost.",
+        "With --export: writes the nearest plan that the format can express; a comment says what "
+        "is lost.",
         "run",
     )
     import_: str | None = option(
@@ -90,7 +91,8 @@ class PlanOptions(ModelOptions):
         "file",
     )
     timeline: str | None = path_option(
-        "Writes the simulated timeline to this file, for Perfetto; with several planners that of the best plan.",
+        "Writes the simulated timeline to this file, for Perfetto; with several planners that of "
+        "the best plan.",
         "run",
         "file",
     )

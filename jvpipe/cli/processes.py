@@ -394,7 +394,8 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     sys.stderr.flush()
     hosts.farewell()
     if code == ExitCode.TRY_AGAIN:
-        # JAX ends the others once process 0 has ended, so process 0 lets them report the loss first.
+        # JAX ends the others once process 0 has ended, so process 0 lets them report the loss
+        # first.
         if hosts.process == 0 and hosts.count > 2:
             time.sleep(PATIENCE.ending_s)
     else:

@@ -13,8 +13,8 @@ def with_siblings(steps: Sequence[KernelStep]) -> list[KernelStep]:
 
     A step joins the first group that loops over the same shape and reads the same large array. A
     group is passed over if the step waits for the group, or the group for the step, because the
-    joined step would wait for itself. So groups form no cycles. Each of n steps is compared with all
-    groups over its shape, which takes n^2 comparisons of sets at most.
+    joined step would wait for itself. So groups form no cycles. Each of n steps is compared with
+    all groups over its shape, which takes n^2 comparisons of sets at most.
     """
     behind = _waits(steps)
     groups_over: dict[Shape | None, list[list[int]]] = {}

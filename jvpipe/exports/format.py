@@ -104,7 +104,8 @@ class Format:
         is_ours = words[:1] == ["jvpipe"]
         if is_ours and words[1:] != [self.name, str(VERSION)]:
             raise ValueError(
-                f"this is '{' '.join(words)}', and 'jvpipe {self.name} {VERSION}' can be read: export again"
+                f"this is '{' '.join(words)}', and 'jvpipe {self.name} {VERSION}' can be read: "
+                "export again"
             )
         return self.read(text, outline)
 
@@ -113,7 +114,8 @@ def outline_for(plan: Plan) -> Outline:
     """Returns the outline of a plan's model; raises ValueError if the plan has none."""
     if plan.outline is None:
         raise ValueError(
-            "this plan does not know its model's layers: export pipe.plan, or the plan of jvpipe.plan_for"
+            "this plan does not know its model's layers: export pipe.plan, or the plan of "
+            "jvpipe.plan_for"
         )
     return plan.outline
 

@@ -55,8 +55,8 @@ def mark(value, after):
 SCHEDULE = Planned(num_stages=len(MARKS))
 '''
 _HEAD = (
-    "import dataclasses\nimport re\n\n"
-    "import jaxpp.api as jaxpp\nfrom jaxpp.schedules import Task\nfrom jaxpp.types import TaskType\n\n"
+    "import dataclasses\nimport re\n\nimport jaxpp.api as jaxpp\nfrom jaxpp.schedules import "
+    "Task\nfrom jaxpp.types import TaskType\n\n"
 )
 
 

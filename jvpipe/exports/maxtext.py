@@ -26,7 +26,8 @@ def _write(plan: Plan, outline: Outline) -> str:
     layout = layout_of(plan, outline, ("gpipe",), equal=True)
     if outline.microbatches % layout.devices:
         raise ValueError(
-            f"MaxText's micro-batches are a multiple of its {layout.devices} stages, not {outline.microbatches}"
+            f"MaxText's micro-batches are a multiple of its {layout.devices} stages, not "
+            f"{outline.microbatches}"
         )
     fields = {
         "base_config": "base.yml",
@@ -65,7 +66,8 @@ def _read(text: str, outline: Outline) -> Plan:
         repeats = blocks // (stages * per_stage)
     if stages * per_stage * repeats != blocks:
         raise ValueError(
-            f"{stages} stages of {per_stage} layers, {repeats} times, do not cover the {blocks} blocks"
+            f"{stages} stages of {per_stage} layers, {repeats} times, do not cover the {blocks} "
+            "blocks"
         )
     if repeats != 1:
         raise ValueError(f"num_pipeline_repeats {repeats} cannot be read: 1 can")

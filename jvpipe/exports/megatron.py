@@ -103,7 +103,8 @@ def _again(options: dict[str, str], largest: int) -> int:
         return largest
     if granularity != "full" or method != "block":
         raise ValueError(
-            f"recomputation '{granularity}' by '{method}' in units of {count} cannot be read: full by block can"
+            f"recomputation '{granularity}' by '{method}' in units of {count} cannot be read: "
+            "full by block can"
         )
     return min(count, largest)
 

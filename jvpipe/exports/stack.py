@@ -231,8 +231,9 @@ def _check_rounds(
     if rule.chunks > 1 and microbatches % devices:
         rounds = microbatches // devices + 1
         raise ValueError(
-            f"{microbatches} micro-batches pass {rule.chunks} chunks on {devices} devices in another order "
-            f"elsewhere: use --microbatches {rounds * devices}, a multiple of {devices}"
+            f"{microbatches} micro-batches pass {rule.chunks} chunks on {devices} devices in "
+            f"another order elsewhere: use --microbatches {rounds * devices}, a multiple of "
+            f"{devices}"
         )
 
 

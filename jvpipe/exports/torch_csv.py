@@ -137,7 +137,9 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Lists the tasks of which at least one must be done before a task can run, if there are any."""
+    """Lists the tasks of which at least one must be done before a task can run, if there are
+    any.
+    """
     s, _, m = task
     match task.kind:
         case Kind.F:
@@ -215,7 +217,8 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
         if count != expected:
             cell = min((count - expected) + (expected - count))
             raise ValueError(
-                f"rank {r} must send and receive other values: {cell} {count[cell]} times, not {expected[cell]}"
+                f"rank {r} must send and receive other values: {cell} {count[cell]} times, not "
+                f"{expected[cell]}"
             )
     # The order of sends in the file may differ from the order in `sent`, and may make ranks wait
     # for each other. So the file's rows are played, too, with their sends and receives.

@@ -55,7 +55,8 @@ class CompiledStage:
         """Writes both peaks, and why they differ.
 
         >>> print(CompiledStage("h100", 2**20, 3 * 2**20, "0B3", 2**21, 2**18, 0, 0))
-        3.00 MiB by the compiler for h100, 1.00 MiB planned: at 0B3, 2.00 MiB of temporaries (256.00 KiB planned)
+        3.00 MiB by the compiler for h100, 1.00 MiB planned: at 0B3, 2.00 MiB of temporaries (256.00
+        KiB planned)
         """
         sizes = self.temporary_bytes, self.working_bytes
         temporary, working = map(format_bytes, sizes)

@@ -44,7 +44,8 @@ class Placer(Carrier):
     >>> placer.begin()
     >>> placer.perform(Operation(Kind.F, 0, 0, (), (Write(made, 4),), delivers=(Delivery(made, (1,)),)))
     >>> [str(row) for row in placer.blocks[0].rows], [str(spot) for spot in placer.spots]
-    (['0F0[layer 0]', '0SEND0[layer 0]'], ['tensor 0 micro-batch 0 at 0', 'tensor 0 micro-batch 0 at 1'])
+    (['0F0[layer 0]', '0SEND0[layer 0]'], ['tensor 0 micro-batch 0 at 0', 'tensor 0 micro-batch 0 at
+    1'])
     """
 
     def begin(self, task: Task | None = None) -> None:

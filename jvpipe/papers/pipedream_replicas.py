@@ -30,8 +30,8 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
     pieces = len(cuts) - 1
     if shapes.devices > pieces:
         raise ValueError(
-            f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, and the "
-            f"model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
+            f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, "
+            f"and the model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
         )
     found = replicated(one_each(shapes, size, shapes.devices, cuts))
     if found is None:

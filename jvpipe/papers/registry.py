@@ -42,7 +42,8 @@ PAPERS: tuple[Planner, ...] = (
     Planner(
         "gpipe",
         gpipe_cuts,
-        "the stages' seconds vary as little as they can; everything is computed again from the stage's input",
+        "the stages' seconds vary as little as they can; everything is computed again from the "
+        "stage's input",
         FateRule.RECOMPUTES,
     ),
     Planner(
@@ -54,7 +55,8 @@ PAPERS: tuple[Planner, ...] = (
     Planner(
         "dapple",
         dapple,
-        "warm-up, steady phase and ending around the pivot stage take the least with everything kept",
+        "warm-up, steady phase and ending around the pivot stage take the least with everything "
+        "kept",
         shape_rule=dapple_replicas,
     ),
     Planner(

@@ -257,7 +257,8 @@ def _levels(kept: KeptStages) -> list[_Level]:
     if more or machines > cluster.machines:
         raise ValueError(
             f"{devices} devices: cluster {cluster.name} has {cluster.machines} machines of "
-            f"{cluster.devices_per_machine}, replicas are planned for some of these machines, wholly used"
+            f"{cluster.devices_per_machine}, replicas are planned for some of these machines, "
+            "wholly used"
         )
     inside = _level(kept, local, 1, cluster.peer)
     if machines > 1:

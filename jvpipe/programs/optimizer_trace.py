@@ -203,8 +203,9 @@ class _View:
         for path, x, y in pairs:
             if x.shape != y.shape:
                 raise ValueError(
-                    f"the optimizer changes the shape of parameter '{path_name(path)}' from {x.shape} to "
-                    f"{y.shape}: give the parameter that shape, or use another optimizer"
+                    f"the optimizer changes the shape of parameter '{path_name(path)}' from "
+                    f"{x.shape} to {y.shape}: give the parameter that shape, or use another "
+                    "optimizer"
                 )
 
     def parameter_of(self, state: Tree) -> tuple[int | None, ...]:
@@ -274,8 +275,8 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
     if is_pair and jax.tree.structure(answer[0]) == tree:
         return answer
     raise ValueError(
-        "the optimizer's update must return (updates, state), the updates in the containers of the parameters, not "
-        f"{jax.tree.structure(answer)}"
+        "the optimizer's update must return (updates, state), the updates in the containers of "
+        f"the parameters, not {jax.tree.structure(answer)}"
     )
 
 

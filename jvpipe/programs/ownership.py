@@ -73,8 +73,8 @@ def check_owned(
             name = next(makers, "") or "it"
             origins = _origins(eqns, inputs, [out.atom])
             raise ValueError(
-                f"the optimizer cannot be cut by layers: {name} makes {out.slot.kind} {out.slot.index} of "
-                f"{origins}, which belong to another layer"
+                f"the optimizer cannot be cut by layers: {name} makes {out.slot.kind} "
+                f"{out.slot.index} of {origins}, which belong to another layer"
             )
 
 
@@ -130,7 +130,8 @@ class _Placing:
         """
         if eqn.effects:
             raise ValueError(
-                f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in {transformation(eqn)}"
+                f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in "
+                f"{transformation(eqn)}"
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
         layers = {place.home for place in operands.values() if isinstance(place.home, int)}

@@ -89,7 +89,8 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
     ) -> jax.ShapeDtypeStruct:
         if before.shape != after.shape:
             raise ValueError(
-                f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
+                f"the optimizer changes the shape of its state '{path_name(path)}' from "
+                f"{before.shape} to {after.shape}"
             )
         # A weak type may become strong, but a strong type never becomes weak.
         weak = _type(before)[1] and _type(after)[1]

@@ -42,7 +42,8 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
             _metadata("thread_name", row, name=device),
             _metadata("thread_sort_index", row, sort_index=row),
         ]
-    # The letter `ph` is the kind of an event: X is a box, C a counter, s and f the ends of an arrow.
+    # The letter `ph` is the kind of an event: X is a box, C a counter, s and f the ends of an
+    # arrow.
     for span in sorted(spans, key=lambda span: span.start_s):
         box = {
             "ph": "X",

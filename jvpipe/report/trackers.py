@@ -193,7 +193,8 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
 
     >>> find_tracker("tensorbord")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: unknown tracker 'tensorbord': did you mean 'tensorboard'? There are tensorboard, wandb, ...
+    ValueError: unknown tracker 'tensorbord': did you mean 'tensorboard'? There are tensorboard,
+    wandb, ...
     """
     announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in TRACKERS:

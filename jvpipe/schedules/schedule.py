@@ -252,7 +252,10 @@ class Schedule:
         stages = f"{self.chunks} x {devices} = {self.stages_on(devices)} stages"
         possible = layers // devices
         if self.vee:
-            cure = "a vee has two chunks per device: use fewer devices, or '1f1b' or 'zb-h1', which have one"
+            cure = (
+                "a vee has two chunks per device: use fewer devices, or '1f1b' or 'zb-h1', which "
+                "have one"
+            )
         elif possible > 1:
             cure = f"{possible} chunks per device would do: use chunks={possible}"
         elif possible == 1:

@@ -89,7 +89,8 @@ def check_json(extra: Any) -> None:
 
     >>> check_json({"seen": {1, 2}})
     Traceback (most recent call last):
-    ValueError: extra must be what JSON holds by name, such as {'epoch': 3}: Object of type set is not JSON serializable
+    ValueError: extra must be what JSON holds by name, such as {'epoch': 3}: Object of type set is
+    not JSON serializable
     """
     usual = "extra must be what JSON holds by name, such as {'epoch': 3}"
     names = extra if isinstance(extra, Mapping) else (None,)

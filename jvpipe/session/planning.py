@@ -265,7 +265,10 @@ def decide(
         return planned
     assert least is not None
     if chosen.as_paper:
-        message = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
+        message = (
+            "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is "
+            "taken"
+        )
         _log.warning(message, planner, limit)
     return answered(planner, least.problem, least.floor.decision, places)
 

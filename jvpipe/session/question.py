@@ -170,7 +170,9 @@ class Question(Training):
         )
 
     def trace_as(self, splits: tuple[int, ...]) -> Model:
-        """Traces the model at the shapes of a micro-batch, with layers cut in two as a plan says."""
+        """Traces the model at the shapes of a micro-batch, with layers cut in two as a plan
+        says.
+        """
 
         def make() -> Model:
             model = self.trace()

@@ -43,7 +43,8 @@ class Resources:
 
     @property
     def in_order(self) -> Sequence[int]:
-        """The resources that serve tasks in the order of the lists: devices, and links between them.
+        """The resources that serve tasks in the order of the lists: devices, and links between
+        them.
 
         Links to the host and networks serve whatever is ready first.
         """
@@ -132,7 +133,8 @@ def resource_names(stages: int, devices: int, machines: int) -> tuple[str, ...]:
         machines: the number of machines whose networks are shared.
 
     >>> resource_names(2, 2, 1)[:4], resource_names(2, 1, 1)[4:]
-    (('stage 0', 'stage 1', 'stage 0 host', 'stage 1 host'), ('network of machine 0, out', 'network of machine 0, in'))
+    (('stage 0', 'stage 1', 'stage 0 host', 'stage 1 host'), ('network of machine 0, out', 'network
+    of machine 0, in'))
     """
     what = "stage" if stages == devices else "device"
     numbers = range(devices)

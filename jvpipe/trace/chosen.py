@@ -44,11 +44,20 @@ def _unfit(reduction: AuxReduction, parts: Sequence[jax.ShapeDtypeStruct]) -> st
     """Returns why a reduction does not fit a leaf of aux, and a cure; None if it fits."""
     dtype = parts[0].dtype
     if len(parts) > 1:
-        return "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or return total alone"
+        return (
+            "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or "
+            "return total alone"
+        )
     if reduction is AuxReduction.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
-        return f"which is of type {dtype}: cast it to float32 in the loss, or say 'sum', 'max' or 'last'"
+        return (
+            f"which is of type {dtype}: cast it to float32 in the loss, or say 'sum', 'max' or "
+            "'last'"
+        )
     if reduction is AuxReduction.SUM and dtype == np.bool_:
-        return "which is of type bool: cast it to int32 in the loss, or say 'max', which is whether any is true"
+        return (
+            "which is of type bool: cast it to int32 in the loss, or say 'max', which is whether "
+            "any is true"
+        )
     return None
 
 
@@ -77,6 +86,6 @@ def check_state_reduction(
     if not fits[reduction]:
         others = ", ".join(repr(other.value) for other, fit in fits.items() if fit)
         raise ValueError(
-            f"model_state_reduce says '{reduction}' of '{path}', which is of type {dtype}: say {others}, or keep it in "
-            "float32"
+            f"model_state_reduce says '{reduction}' of '{path}', which is of type {dtype}: say "
+            f"{others}, or keep it in float32"
         )

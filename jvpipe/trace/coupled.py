@@ -22,9 +22,9 @@ class CoupledError(ValueError):
             reason: what the equation does, as a sentence that begins with the equation's name.
         """
         return CoupledError(
-            f"{place} cannot be replicated: {reason}. "
-            "Where a stage is replicated every example has to be computed by itself (batch norm, whose statistics are "
-            "model state, may use those of its replica): use one device for each stage, let examples be apart, or make "
-            "each stage a mesh with a batch_axis",
+            f"{place} cannot be replicated: {reason}. Where a stage is replicated every example "
+            "has to be computed by itself (batch norm, whose statistics are model state, may use "
+            "those of its replica): use one device for each stage, let examples be apart, or "
+            "make each stage a mesh with a batch_axis",
             where=f"{place}: {reason}",
         )

@@ -37,10 +37,11 @@ def warn_of_splitting(traced: Traced, microbatches: int) -> None:
     if reason is None:
         return
     _log.warning(
-        "each batch is split into %d micro-batches, because microbatches was not given, but the loss of a batch is not "
-        "the mean of the losses of its micro-batches (%s). Say microbatches=1 for the loss of whole batches, or "
-        "microbatches=%d if each micro-batch may be a batch of its own; a sum, or a mean over a varying number of "
-        "items, returns jvpipe.Weighted(total, weight)",
+        "each batch is split into %d micro-batches, because microbatches was not given, but the "
+        "loss of a batch is not the mean of the losses of its micro-batches (%s). Say "
+        "microbatches=1 for the loss of whole batches, or microbatches=%d if each micro-batch may "
+        "be a batch of its own; a sum, or a mean over a varying number of items, returns "
+        "jvpipe.Weighted(total, weight)",
         microbatches,
         reason,
         microbatches,

@@ -111,16 +111,19 @@ def _traced(
         may_lack_key = not with_key and isinstance(error, TypeError)
         if may_lack_key and "PRNG key" in str(error):
             raise ValueError(
-                "the loss uses its rng, and none was given: give init a key, init(params, batch, jax.random.key(0))"
+                "the loss uses its rng, and none was given: give init a key, init(params, batch, "
+                "jax.random.key(0))"
             ) from error
         if may_lack_key and ("key" in str(error) or "None" in str(error)):
             error.add_note(
-                "The loss was traced without a key: if it needs one, give it to init, jax.random.key(0)."
+                "The loss was traced without a key: if it needs one, give it to init, "
+                "jax.random.key(0)."
             )
         if isinstance(error, TypeError):  # a loss of (params, x, y) would get the key as its y
             error.add_note(
-                "The loss was called with (params, batch, rng), or (params, model_state, batch, rng) with has_state; "
-                "a loss with other arguments needs a wrapper: lambda params, batch, rng: loss(params, *batch)."
+                "The loss was called with (params, batch, rng), or (params, model_state, batch, "
+                "rng) with has_state; a loss with other arguments needs a wrapper: lambda params, "
+                "batch, rng: loss(params, *batch)."
             )
         raise
 
@@ -157,7 +160,8 @@ def _parts(
     if not is_plain_tuple or len(out) != count:
         names = ["loss"] + ["new_model_state"] * has_state + ["aux"] * has_aux
         raise ValueError(
-            f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})"
+            f"with has_aux={has_aux}, has_state={has_state} the loss must return "
+            f"({', '.join(names)})"
         )
     new_state = out[1] if has_state else None
     aux = out[-1] if has_aux else None
@@ -214,8 +218,8 @@ def _check_state(old: Tree, new: Tree) -> None:
     for (path, before), after in zip(old_leaves, new_types, strict=True):
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise ValueError(
-                f"the loss changes model state '{path_name(path)}' from {before.dtype}{list(before.shape)} "
-                f"to {after.dtype}{list(after.shape)}"
+                f"the loss changes model state '{path_name(path)}' from "
+                f"{before.dtype}{list(before.shape)} to {after.dtype}{list(after.shape)}"
             )
 
 
@@ -225,7 +229,8 @@ def _check_effects(closed: ClosedJaxpr) -> None:
         name = eqn.primitive.name
         if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
             raise ValueError(
-                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, whose effects have no place in a "
-                "pipeline, where layers run beside each other and partly again: use jax.debug.callback (it runs once "
-                "per micro-batch, in the forward), or return the values, with has_aux=True, and use them after the step"
+                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, whose effects "
+                "have no place in a pipeline, where layers run beside each other and partly "
+                "again: use jax.debug.callback (it runs once per micro-batch, in the forward), "
+                "or return the values, with has_aux=True, and use them after the step"
             )

@@ -54,7 +54,8 @@ def flatten(
     traced = jax.make_jaxpr(fn)(*args)
     if any(isinstance(x, _jax.Tracer) for x in traced.consts):
         raise ValueError(
-            "the loss, or a derivative rule in it, closes over a value that was traced, of which nothing is left when "
-            "it is used (jax.grad(jax.jit(loss)) fails too): pass the value as an argument, or make it with NumPy"
+            "the loss, or a derivative rule in it, closes over a value that was traced, of which "
+            "nothing is left when it is used (jax.grad(jax.jit(loss)) fails too): pass the value "
+            "as an argument, or make it with NumPy"
         )
     return inlined(traced, calls)

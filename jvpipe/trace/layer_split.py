@@ -195,8 +195,9 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
     wrong = [p for p in splits if p not in inside or p in traced.cuts or p in twice]
     if wrong:
         raise ValueError(
-            f"the plan splits layers before equations {wrong}, where this model has no inside of a layer (it has "
-            f"{end} equations): the plan was made for another model. Let the planner make one, by stages=N"
+            f"the plan splits layers before equations {wrong}, where this model has no inside of "
+            f"a layer (it has {end} equations): the plan was made for another model. Let the "
+            "planner make one, by stages=N"
         )
     return build_graph(traced.loss, traced.cuts, splits)
 

@@ -21,8 +21,8 @@ Role = Literal[
 ]
 
 _CURES: dict[Role, str] = {
-    "parameter": "keep it out of the parameters and let the loss capture it, as `params, static = eqx.partition(model, "
-    "eqx.is_array)` and `eqx.combine(params, static)` do for a module",
+    "parameter": "keep it out of the parameters and let the loss capture it, as `params, static = "
+    "eqx.partition(model, eqx.is_array)` and `eqx.combine(params, static)` do for a module",
     "batch leaf": "keep it out of the batch and let the loss capture it",
     "leaf of the model state": "keep it out of the model state and let the loss capture it",
     "leaf of the optimizer's state": "give the tree of pipe.optimizer_state, changed",
@@ -62,7 +62,8 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, _jax.Tracer):
             raise ValueError(
-                f"{named_leaves(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
+                f"{named_leaves(path, role)} is being traced: use jvpipe outside of jax.jit and "
+                "its like"
             )
         aval = _type_of(path, leaf, role)
         return jax.ShapeDtypeStruct(
@@ -98,7 +99,8 @@ def is_initializer(params: Any) -> bool:
         pass
     if not takes_key or isinstance(params, type):
         raise ValueError(
-            f"parameters are {brief(params)}: give arrays, or a function key -> params that makes them"
+            f"parameters are {brief(params)}: give arrays, or a function key -> params that makes "
+            "them"
         )
     return True
 
@@ -141,5 +143,8 @@ def named_leaves(path: Sequence[Any], role: Role) -> str:
 def _complaint(leaf: Any, role: Role) -> str:
     kind = type(leaf).__name__
     if isinstance(leaf, np.ndarray):
-        return f"is of type {kind} {leaf.dtype}, which no device has: give an np.ndarray of plain numbers"
+        return (
+            f"is of type {kind} {leaf.dtype}, which no device has: give an np.ndarray of plain "
+            "numbers"
+        )
     return f"is of type {kind}, no array: {_CURES[role]}"

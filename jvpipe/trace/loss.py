@@ -298,18 +298,20 @@ def check_trained(traced: LossJaxpr) -> None:
         frozen = f"name it in frozen=, such as frozen=['{name}']"
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"parameter '{name}' is of type {dtype}, which has no gradient: {frozen}, where it is to stay as it "
-                "is; or keep it in the model state (has_state=True), or capture it in the loss"
+                f"parameter '{name}' is of type {dtype}, which has no gradient: {frozen}, where "
+                "it is to stay as it is; or keep it in the model state (has_state=True), or "
+                "capture it in the loss"
             )
         raise ValueError(
-            f"parameter '{name}' is of type {dtype}, in which gradients cannot be added up: give it as bfloat16 or "
-            f"wider, and cast it in the loss, or {frozen}"
+            f"parameter '{name}' is of type {dtype}, in which gradients cannot be added up: give "
+            f"it as bfloat16 or wider, and cast it in the loss, or {frozen}"
         )
     moving = _moving(traced, _trainable(traced, traced.frozen))
     if traced.frozen and traced.outputs[0][0] not in moving:
         raise ValueError(
-            f"the loss depends on none of the parameters that are trained: {len(traced.frozen)} are frozen, and "
-            "there is nothing to train. Leave some of them out of frozen=, or let the optimizer update some"
+            f"the loss depends on none of the parameters that are trained: {len(traced.frozen)} "
+            "are frozen, and there is nothing to train. Leave some of them out of frozen=, or "
+            "let the optimizer update some"
         )
 
 
@@ -324,8 +326,8 @@ def _check_dependence(traced: LossJaxpr) -> None:
         )
     if not moving.isdisjoint(jaxprs.variables(weight)):
         raise ValueError(
-            "the weight of jvpipe.Weighted depends on parameters: count items of the batch, or put it through "
-            "jax.lax.stop_gradient"
+            "the weight of jvpipe.Weighted depends on parameters: count items of the batch, or "
+            "put it through jax.lax.stop_gradient"
         )
 
 

@@ -168,7 +168,7 @@ def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:
         return (spec,)
     if spec and spec[0] is not None:
         raise ValueError(
-            f"sharding {words(spec)} cuts parameter '{path}' along its first dimension, which a scan over layers takes "
-            "apart: begin with None"
+            f"sharding {words(spec)} cuts parameter '{path}' along its first dimension, which a "
+            "scan over layers takes apart: begin with None"
         )
     return (spec[1:],) * length

@@ -32,9 +32,10 @@ def check_modules(params: Tree) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable):
         if isinstance(node, kinds):
             raise ValueError(
-                f"parameter '{path_name(path)}' is an nnx.{type(node).__name__}, which has no gradient: "
-                "jvpipe.nnx.loss(model_fn, loss_fn) takes a module apart, as `nnx.split(model, nnx.Param, ...)` does, "
-                "and keeps its batch statistics as model state (has_state=True)"
+                f"parameter '{path_name(path)}' is an nnx.{type(node).__name__}, which has no "
+                "gradient: jvpipe.nnx.loss(model_fn, loss_fn) takes a module apart, as "
+                "`nnx.split(model, nnx.Param, ...)` does, and keeps its batch statistics as "
+                "model state (has_state=True)"
             )
 
 
@@ -47,9 +48,9 @@ def warn_of_statistics(trained: Sequence[str]) -> None:
     named = [name for name in trained if name.split("/")[0] == _STATISTICS]
     if named:
         _log.warning(
-            "parameter '%s' and %d others are running statistics of batch norm, and the optimizer trains them: give "
-            "variables['params'] alone, and carry variables['batch_stats'] as model state (has_state=True); or freeze "
-            "them, frozen=['batch_stats/*']",
+            "parameter '%s' and %d others are running statistics of batch norm, and the optimizer "
+            "trains them: give variables['params'] alone, and carry variables['batch_stats'] as "
+            "model state (has_state=True); or freeze them, frozen=['batch_stats/*']",
             named[0],
             len(named) - 1,
         )

@@ -22,9 +22,9 @@ from jvpipe.trace.sums_and_means import Lies, open_of, roots_of
 
 _SHAPING = frozenset(
     """
-    neg convert_element_type copy copy_p reshape broadcast_in_dim squeeze expand_dims transpose reduce_precision name
-    stop_gradient optimization_barrier slice rev pad reduce_sum dot_general conv_general_dilated select_n concatenate
-    sharding_constraint
+    broadcast_in_dim concatenate conv_general_dilated convert_element_type copy copy_p dot_general
+    expand_dims name neg optimization_barrier pad reduce_precision reduce_sum reshape rev select_n
+    sharding_constraint slice squeeze stop_gradient transpose
     """.split()  # noqa: SIM905 - read as a table
 )
 """Primitives that are linear in each operand: an open statistic stays open in their result."""

@@ -33,8 +33,8 @@ _CHEAP = _ELEMENTWISE | frozenset(
 )
 _MOVES = frozenset(
     """
-    bitcast_convert_type broadcast_in_dim convert_element_type copy copy_p expand_dims iota optimization_barrier reshape
-    rev slice squeeze stop_gradient transpose
+    bitcast_convert_type broadcast_in_dim convert_element_type copy copy_p expand_dims iota
+    optimization_barrier reshape rev slice squeeze stop_gradient transpose
     """.split()  # noqa: SIM905 - read as a table
 )
 _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_gamma"})

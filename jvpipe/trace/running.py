@@ -112,9 +112,9 @@ class TwoTraces:
         """
         if not self.alike:
             raise ValueError(
-                "deferred_batch_norm=True needs a loss that does the same whatever the batch's size, and this one has "
-                "other operations for a whole batch than for a micro-batch: leave it out, or call "
-                "jvpipe.deferred_batch_norm in the loss"
+                "deferred_batch_norm=True needs a loss that does the same whatever the batch's "
+                "size, and this one has other operations for a whole batch than for a "
+                "micro-batch: leave it out, or call jvpipe.deferred_batch_norm in the loss"
             )
         found: list[RunningLeaf] = []
         others: list[str] = []
@@ -124,8 +124,9 @@ class TwoTraces:
                 found.append(leaf)
             elif leaf.startswith("!"):
                 raise ValueError(
-                    f"deferred_batch_norm=True: leaf '{name}' of the model state follows a batch norm, but {leaf[1:]}; "
-                    "call jvpipe.deferred_batch_norm in the loss, or leave the option out"
+                    f"deferred_batch_norm=True: leaf '{name}' of the model state follows a batch "
+                    f"norm, but {leaf[1:]}; call jvpipe.deferred_batch_norm in the loss, or leave "
+                    "the option out"
                 )
             else:
                 others.append(f"'{name}' {leaf}")
@@ -133,8 +134,9 @@ class TwoTraces:
             more = "; ..." if len(others) > 4 else ""
             why = "; ".join(others[:4]) + more
             raise ValueError(
-                "deferred_batch_norm=True, but no leaf of the model state follows the statistics of a batch norm: "
-                f"{why}. Leave it out, or call jvpipe.deferred_batch_norm in the loss"
+                "deferred_batch_norm=True, but no leaf of the model state follows the statistics "
+                f"of a batch norm: {why}. Leave it out, or call jvpipe.deferred_batch_norm in the "
+                "loss"
             )
         return found
 

@@ -80,7 +80,8 @@ class Said:
         lies = self.traced[ref]
         if lies.over is Over.ALONG:
             raise CoupledError(
-                f"model state '{name}' has a part per example: replicas cannot share it; use one device for each stage"
+                f"model state '{name}' has a part per example: replicas cannot share it; use one "
+                "device for each stage"
             )
         if lies.over is Over.NONE:
             return None
@@ -93,10 +94,11 @@ class Said:
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
-            f"jvpipe cannot tell how the replicas' values of model state '{name}' give one value: it is neither a mean "
-            "nor a sum over examples, nor a statistic that a batch norm divides by. Choose a reduction with "
-            f"model_state_reduce={{'{name}': 'mean'}} (over examples), 'sum' (of what each replica has added) or "
-            "'same' (all replicas have one value), or use one device for each stage"
+            f"jvpipe cannot tell how the replicas' values of model state '{name}' give one value: "
+            "it is neither a mean nor a sum over examples, nor a statistic that a batch norm "
+            f"divides by. Choose a reduction with model_state_reduce={{'{name}': 'mean'}} (over "
+            "examples), 'sum' (of what each replica has added) or 'same' (all replicas have one "
+            "value), or use one device for each stage"
         )
 
     def _is_of_batch_norm(self, lies: Lies) -> bool:
@@ -128,8 +130,9 @@ class Said:
                 leaves = sorted(f"{ref.kind} {ref.index}" for ref in unknown)
                 names = ", ".join(leaves)
                 raise CoupledError(
-                    "the result of adding to a sum over examples is used for outputs that replicas make exactly and "
-                    f"for others ({names}): compute it once for each, or use one device for each stage"
+                    "the result of adding to a sum over examples is used for outputs that "
+                    f"replicas make exactly and for others ({names}): compute it once for each, "
+                    "or use one device for each stage"
                 )
             del kept[id(eqn)]
         return kept

@@ -61,8 +61,9 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     smaller = build_graph(loss, traced.cuts, traced.splits)
     if _layers(smaller.graph) != _layers(traced.graph):
         raise CoupledError(
-            f"the loss on {examples.size} examples is not made of the layers that it has on {traced.graph.examples}: "
-            "use larger micro-batches or fewer replicas, so that each has at least 2 examples"
+            f"the loss on {examples.size} examples is not made of the layers that it has on "
+            f"{traced.graph.examples}: use larger micro-batches or fewer replicas, so that each "
+            "has at least 2 examples"
         )
     cut = SliceCut(
         examples,
@@ -90,7 +91,8 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CoupledError(
-            f"the loss does not take {examples} examples, which is what a replica has: {type(error).__name__}: {reason}"
+            f"the loss does not take {examples} examples, which is what a replica has: "
+            f"{type(error).__name__}: {reason}"
         ) from error
 
 
@@ -120,8 +122,8 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
     for size, apart in by_size.items():
         if apart != by_size[least]:
             raise CoupledError(
-                f"the loss is made of its examples in another way on {size} of them than on {least}: "
-                "use micro-batches that the replicas of each stage divide evenly"
+                f"the loss is made of its examples in another way on {size} of them than on "
+                f"{least}: use micro-batches that the replicas of each stage divide evenly"
             )
     return by_size[least]
 
@@ -137,8 +139,8 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
     small = _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(
-            f"the loss closes over arrays that are others on {fewer} examples than on {traced.graph.examples}: give "
-            "them with the batch, or make them with jax.numpy"
+            f"the loss closes over arrays that are others on {fewer} examples than on "
+            f"{traced.graph.examples}: give them with the batch, or make them with jax.numpy"
         )
     spreading = _spreading(traced, fewer)
     spreading.run(loss.eqns, small.eqns)
@@ -209,8 +211,9 @@ def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
         lies = spreading.lies_of.get(v, NONE) if isinstance(v, Var) else NONE
         if lies.over is Over.ALONG and lies.power:
             raise CoupledError(
-                f"tensor '{tensor.array.name}' has a part for each example, scaled by the number of examples, so a "
-                "slice makes other values: multiply or divide by that number in the loss, after a sum over examples"
+                f"tensor '{tensor.array.name}' has a part for each example, scaled by the number "
+                "of examples, so a slice makes other values: multiply or divide by that number "
+                "in the loss, after a sum over examples"
             )
         all_lies.append(lies)
     return all_lies
@@ -288,6 +291,6 @@ def _check_aux(
     leaf, path = _aux_path(traced, index)
     cure = "" if is_weighted else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
     raise CoupledError(
-        f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of each "
-        f"example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"
+        f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of "
+        f"each example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"
     )

@@ -121,8 +121,9 @@ class Spreading:
             differing = ((a, b) for a, b in pairs if a != b)
             one, other = next(differing, ("one", "none"))
             raise CoupledError(
-                f"the loss is another program on {self.fewer} examples than on {self.examples} ({other} instead "
-                f"of {one}): use larger micro-batches or fewer replicas, so that each has at least 2 examples"
+                f"the loss is another program on {self.fewer} examples than on {self.examples} "
+                f"({other} instead of {one}): use larger micro-batches or fewer replicas, so that "
+                "each has at least 2 examples"
             )
         for eqn, fewer in zip(eqns, small, strict=True):
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
@@ -229,7 +230,8 @@ class Spreading:
         if result is None:
             raise self.refused(
                 eqn,
-                "goes on from examples less what was made of several of them, as no batch norm does",
+                "goes on from examples less what was made of several of them, as no batch norm "
+                "does",
             )
         if result.over is Over.ALONG:
             # A statistic that is no longer open has been scaled, so its batch norm is complete.

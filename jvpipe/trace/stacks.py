@@ -94,7 +94,8 @@ class Stacks:
             if next(matching, None) is None:
                 close = " or ".join(f"'{path}'" for path in nearest(pattern, paths))
                 raise ValueError(
-                    f"frozen pattern '{pattern}' matches no parameter: did you mean {close or 'none'}?"
+                    f"frozen pattern '{pattern}' matches no parameter: did you mean "
+                    f"{close or 'none'}?"
                 )
 
         def is_named(path: str) -> bool:
@@ -133,8 +134,9 @@ class Stacks:
                 return part
             if len(set(map(jax.tree.structure, part))) > 1:
                 raise ValueError(
-                    "the optimizer keeps other arrays for some layers of a parameter that a scan stacks than for the "
-                    "rest, so they cannot be stacked: choose its masks and labels by path, not by layer or leaf number"
+                    "the optimizer keeps other arrays for some layers of a parameter that a scan "
+                    "stacks than for the rest, so they cannot be stacked: choose its masks and "
+                    "labels by path, not by layer or leaf number"
                 )
             return jax.tree.map(stack, *part)
 

@@ -63,8 +63,10 @@ def parse_limits(
     Raises:
         ValueError: a size is wrong, one of several sizes is None, or the sequence is empty.
 
-    >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
-    ((25769803776, 11811160064), (1000, 2000), 17179869184, None)
+    >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"])
+    ((25769803776, 11811160064), (1000, 2000))
+    >>> parse_limits("16GiB"), parse_limits(None)
+    (17179869184, None)
     """
     if isinstance(sizes, str) and "," in sizes:
         sizes = sizes.split(",")

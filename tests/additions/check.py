@@ -40,7 +40,9 @@ def use_planner() -> None:
 
 
 def use_kind() -> None:
-    """Lists with a pause before each backward are simulated, lowered and bound to what runs them."""
+    """Lists with a pause before each backward are simulated, lowered and bound to what runs
+    them.
+    """
     from jvpipe.ir.kinds import Kind
     from jvpipe.ir.task import Task
     from jvpipe.lowering.step import lower_step
@@ -63,7 +65,9 @@ def use_kind() -> None:
 
 
 def use_fate() -> None:
-    """A compressed product takes half of the bytes until the backward, and the loss is nearly the same."""
+    """A compressed product takes half of the bytes until the backward, and the loss is nearly the
+    same.
+    """
     import jvpipe
     from jvpipe.ir.plan import Fate, Plan, Stage
 
@@ -128,7 +132,9 @@ USES: dict[str, Callable[[], None]] = {
 
 
 def run(check: Callable[..., None]) -> None:
-    """Runs a test, with each of its parameters; a test that takes anything else is not among the named checks."""
+    """Runs a test, with each of its parameters; a test that takes anything else is not among the
+    named checks.
+    """
     marks = getattr(check, "pytestmark", [])
     if not marks and not inspect.signature(check).parameters:
         check()

@@ -1,4 +1,6 @@
-"""Options are defined whole, read, and on the page of options; a wrong value of each is told in one line."""
+"""Options are defined whole, read, and on the page of options; a wrong value of each is told in one
+line.
+"""
 
 import ast
 import inspect
@@ -159,13 +161,14 @@ def test_a_name_of_a_release_ago_is_taken_with_a_warning(
 
 FORMER: dict[type[PipelineOptions], str] = {
     TrainOptions: "stages replicas devices microbatches schedule planner stacked frozen memory_limit "
-    "host_memory_limit checkpoint remeasure size dtype sequence_length set batch_size config model plan "
-    "steps optimizer learning_rate warmup data tokenizer init_from lora lora_on export_weights seed run_dir "
-    "resume trust checkpoint_every keep eval_every early_stop track adapt nas nas_steps timeline_steps "
-    "profile export coordinator process_id num_processes distributed host_address secret_file host_timeout",
+    "host_memory_limit checkpoint remeasure size dtype sequence_length set batch_size config "
+    "model plan steps optimizer learning_rate warmup data tokenizer init_from lora lora_on "
+    "export_weights seed run_dir resume trust checkpoint_every keep eval_every early_stop "
+    "track adapt nas nas_steps timeline_steps profile export coordinator process_id "
+    "num_processes distributed host_address secret_file host_timeout",
     PlanOptions: "stages replicas devices microbatches cuts schedule planner hardware stacked frozen "
-    "memory_limit size dtype sequence_length set batch_size model graph compare export lossy no_lossy import "
-    "json figure timeline",
+    "memory_limit size dtype sequence_length set batch_size model graph compare export lossy "
+    "no_lossy import json figure timeline",
 }
 """The names of options before this release."""
 

@@ -1,4 +1,6 @@
-"""TrainOptions in a file: what is given wins, what is unknown is named, and a run's config.json is one."""
+"""TrainOptions in a file: what is given wins, what is unknown is named, and a run's config.json is
+one.
+"""
 
 import json
 from pathlib import Path

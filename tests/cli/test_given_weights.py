@@ -1,4 +1,6 @@
-"""A run can begin with weights of transformers: the model is then as the folder tells, or the folder is refused."""
+"""A run can begin with weights of transformers: the model is then as the folder tells, or the
+folder is refused.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""The first signal is noted or raised, the second one ends the process, and the handlers are given back."""
+"""The first signal is noted or raised, the second one ends the process, and the handlers are given
+back.
+"""
 
 import signal
 import subprocess

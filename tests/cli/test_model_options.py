@@ -1,4 +1,6 @@
-"""TrainOptions change fields of the model and its recipe, and say what there is where they cannot."""
+"""TrainOptions change fields of the model and its recipe, and say what there is where they
+cannot.
+"""
 
 import math
 

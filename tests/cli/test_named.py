@@ -59,7 +59,8 @@ def test_a_command_of_jvpipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert overview.main(["trian"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: unknown command 'trian': did you mean 'train'? There are train, plan, completion\n"
+        == "error: unknown command 'trian': did you mean 'train'? There are train, plan, "
+        "completion\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""The batches of a user's model go on where they were, whether their iterator knows its place or not."""
+"""The batches of a user's model go on where they were, whether their iterator knows its place or
+not.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""What the command says where processes meet, each in a thread and none of them in JAX's hands yet."""
+"""What the command says where processes meet, each in a thread and none of them in JAX's hands
+yet.
+"""
 
 import os
 import signal

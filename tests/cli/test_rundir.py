@@ -190,7 +190,10 @@ def test_two_runs_are_not_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_leaves_its_folder_free(tmp_path: Path) -> None:
-    holding = f"import fcntl, os; fcntl.flock(os.open({str(tmp_path)!r}, 0), fcntl.LOCK_EX); print(flush=True); input()"
+    holding = (
+        f"import fcntl, os; fcntl.flock(os.open({str(tmp_path)!r}, 0), fcntl.LOCK_EX); "
+        "print(flush=True); input()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:

@@ -1,4 +1,6 @@
-"""A command is heard where somebody can hear it: in a pipe by lines, on a terminal by its log and a display."""
+"""A command is heard where somebody can hear it: in a pipe by lines, on a terminal by its log and a
+display.
+"""
 
 import io
 import logging

@@ -1,4 +1,6 @@
-"""A resumed run has the options that it had, but for those that are given, and those of one process alone."""
+"""A resumed run has the options that it had, but for those that are given, and those of one process
+alone.
+"""
 
 from pathlib import Path
 from typing import Any

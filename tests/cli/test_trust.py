@@ -1,4 +1,6 @@
-"""A folder that names code is believed by the user who made it, where it was made, and by nobody else."""
+"""A folder that names code is believed by the user who made it, where it was made, and by nobody
+else.
+"""
 
 import os
 import shutil
@@ -11,7 +13,10 @@ from jvpipe.cli import run_folder
 from jvpipe.cli.command_line import parse
 from jvpipe.cli.run_folder import RunDir
 
-REFUSED = "was not made here by this user, and names code to be run, own.py:M: look at it, and give --model own.py:M"
+REFUSED = (
+    "was not made here by this user, and names code to be run, own.py:M: look at it, and give "
+    "--model own.py:M"
+)
 
 
 def made(folder: Path, model: str = "own.py:M", **told: Any) -> Path:

@@ -1,4 +1,6 @@
-"""A compiler is asked in a child: what it says is what compiling here says, once, and its refusals are one line."""
+"""A compiler is asked in a child: what it says is what compiling here says, once, and its refusals
+are one line.
+"""
 
 import os
 from collections.abc import Iterator

@@ -98,7 +98,9 @@ def test_without_fates_everything_is_kept() -> None:
 
 
 def test_halves_of_backwards_are_looked_at_if_somebody_asks() -> None:
-    """In the model every layer but the first gives a cotangent; products run in one of the halves."""
+    """In the model every layer but the first gives a cotangent; products run in one of the
+    halves.
+    """
     whole, halved = (
         estimate(traced("pre-norm"), A100, fates=False, split=split) for split in (False, True)
     )
@@ -117,7 +119,9 @@ def test_halves_of_backwards_are_looked_at_if_somebody_asks() -> None:
 
 
 def test_an_update_takes_what_it_reads_and_writes() -> None:
-    """Adam reads parameters, gradients and two moments, and writes all but the gradients; the norm reads gradients."""
+    """Adam reads parameters, gradients and two moments, and writes all but the gradients; the norm
+    reads gradients.
+    """
     model, cut = traced("mlp"), optimizer("mlp")
     slow = replace(A100.device, memory_bytes_per_s=1e6, launch_s=0.0)
     layers = estimate(model, replace(A100, device=slow), cut, store=ProgramStore()).layers

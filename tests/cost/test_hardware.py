@@ -35,7 +35,8 @@ def test_devices_of_a_machine_are_peers_and_others_are_behind_the_network() -> N
     assert not math.isfinite(Cluster("bare", DEVICE, 1).peer.bytes_per_s)
 
 
-# 7/8 of 16e9 bytes go around twice inside a machine at 28e9; 1/2 of what a network carries, twice, at 2e9.
+# 7/8 of 16e9 bytes go around twice inside a machine at 28e9; 1/2 of what a network carries, twice,
+# at 2e9.
 @pytest.mark.parametrize(
     ("devices", "networks", "seconds"),
     [

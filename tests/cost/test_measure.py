@@ -103,7 +103,9 @@ def test_layers_are_timed_as_if_all_devices_were_busy() -> None:
 
 
 def test_halves_of_backwards_are_measured_if_somebody_asks() -> None:
-    """What W still reads: of tanh(x @ w + b) the cotangent, x, and the product, all of one size; nothing is handed."""
+    """What W still reads: of tanh(x @ w + b) the cotangent, x, and the product, all of one size;
+    nothing is handed.
+    """
     model, store, device = traced("mlp"), ProgramStore(), jax.devices()[0]
     known = {}
     whole = measured_costs(model, device, store, fates=False, earlier=known)

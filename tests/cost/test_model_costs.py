@@ -58,7 +58,9 @@ def even_plan(layers: int, stages: int) -> Plan:
 def shares(
     problem: Problem, decision: Decision, devices: Sequence[Peak]
 ) -> tuple[list[float], float]:
-    """What planners count for each stage, and for the plan's fullest device, in units of what the table holds."""
+    """What planners count for each stage, and for the plan's fullest device, in units of what the
+    table holds.
+    """
     counted = [stage.peak_bytes for stage in evaluate_decision(problem, decision).stages]
     by_stage = [count / peak.bytes for count, peak in zip(counted, devices, strict=True)]
     return by_stage, max(counted) / max(peak.bytes for peak in devices)
@@ -99,7 +101,9 @@ def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(
 
 @pytest.mark.parametrize("name", ["pre-norm", "threefry", "unet", "resnet", "linen"])
 def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
-    """GPipe's cotangents pile up on a slow stage: where little else is held, up to 7% more than is counted."""
+    """GPipe's cotangents pile up on a slow stage: where little else is held, up to 7% more than is
+    counted.
+    """
     model, rng = traced(name), random.Random(0)
     layers = len(model.graph.layers)
     guessed = estimate(model, PRESETS["cpu"], optimizer(name), MICROBATCHES)

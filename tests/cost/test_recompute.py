@@ -51,7 +51,8 @@ def test_bytes_and_repeated_work_are_those_of_the_programs(name: str, layer: int
             used, again = recompute.dropping(kept)
             assert recompute.kept_bytes(used) == sum(a.bytes for a in made.signature.residuals)
             found[kept] = sum(heavy(made.backward).values()), recompute.extra_s(again)
-    # The more costly equations a backward has, the longer it is said to take; with the same, the same.
+    # The more costly equations a backward has, the longer it is said to take; with the same, the
+    # same.
     least = found[tuple(range(len(recompute.names)))][0]
     assert all((count == least) == (extra_s == 0) for count, extra_s in found.values())
     assert found[()][1] == max(extra_s for _, extra_s in found.values())

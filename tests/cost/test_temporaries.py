@@ -1,4 +1,6 @@
-"""Temporaries of programs whose buffers can be counted by hand, and of some that compilers were asked about."""
+"""Temporaries of programs whose buffers can be counted by hand, and of some that compilers were
+asked about.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -100,7 +102,9 @@ def test_a_scattered_sum_that_is_turned_is_copied() -> None:
 
 
 def test_what_is_summed_over_two_axes_apart_is_there_once() -> None:
-    """As compiled for an H100: additive attention of GNMT sums the cotangent of its tanh over queries and over keys."""
+    """As compiled for an H100: additive attention of GNMT sums the cotangent of its tanh over
+    queries and over keys.
+    """
 
     def sums(x: jax.Array, w: jax.Array, fn: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         wave = fn(x) * 2.0
@@ -147,7 +151,9 @@ def test_parts_of_a_product_are_there_beside_what_was_copied_for_them() -> None:
 
 @pytest.mark.parametrize(("order", "copies"), [("HWIO", 1), ("OHWI", 0)])
 def test_a_kernel_that_lies_otherwise_is_copied(order: str, copies: int) -> None:
-    """As compiled for an H100: U-Net's layers of 3 x 3 x 2048 x 2048 take 144 MiB in the forward."""
+    """As compiled for an H100: U-Net's layers of 3 x 3 x 2048 x 2048 take 144 MiB in the
+    forward.
+    """
     shape = [{"O": 32, "I": 16, "H": 3, "W": 3}[letter] for letter in order]
     image, kernel = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 2, 2, 16), shape))
 
@@ -159,7 +165,9 @@ def test_a_kernel_that_lies_otherwise_is_copied(order: str, copies: int) -> None
 
 
 def test_gradients_of_kernels_are_added_at_once() -> None:
-    """As compiled for an H100: U-Net's five layers in one held all five gradients at once before."""
+    """As compiled for an H100: U-Net's five layers in one held all five gradients at once
+    before.
+    """
     image, kernel = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 4, 4, 16), (3, 3, 16, 16)))
 
     def backward(xs: Any, cotangent: jax.Array, w: jax.Array, sums: Any) -> Any:
@@ -175,7 +183,9 @@ def test_gradients_of_kernels_are_added_at_once() -> None:
 
 
 def test_images_of_a_tpu_lie_with_their_channels_in_lanes() -> None:
-    """As compiled for a v5e: VGG's second convolution takes 1,960 MiB in its forward, for 392 of pixels."""
+    """As compiled for a v5e: VGG's second convolution takes 1,960 MiB in its forward, for 392 of
+    pixels.
+    """
     image, kernel = (
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 64, 16), (3, 3, 16, 16))
     )

@@ -1,4 +1,6 @@
-"""The page of options, which their definitions say: `python -m tests.docs.options_page` writes docs/options.md."""
+"""The page of options, which their definitions say: `python -m tests.docs.options_page` writes
+docs/options.md.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

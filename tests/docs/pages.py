@@ -61,7 +61,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def code(page: str) -> str:
-    """What a page has of Python, but for files, as one program; every block is a statement of its own line."""
+    """What a page has of Python, but for files, as one program; every block is a statement of its
+    own line.
+    """
     parts = [
         b.text for b in blocks(page) if b.language == "python" and not b.file and b.why is None
     ]
@@ -122,7 +124,9 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
 
 
 def prepare(page: str, folder: Path) -> None:
-    """Writes the files of a page into a folder, and what commands find at the root of the project."""
+    """Writes the files of a page into a folder, and what commands find at the root of the
+    project.
+    """
     (folder / "examples").symlink_to(ROOT / "examples")
     page_of_prose(folder / PROSE)
     shutil.copytree(ROOT / "tests" / "data" / "weights" / "llama", folder / "base")

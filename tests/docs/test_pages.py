@@ -48,7 +48,10 @@ def test_code_fits_into_its_box() -> None:
 
 
 def test_commands_are_made_small() -> None:
-    command = "NPROC=1 python -m jvpipe.train --model gpt2 --size 124m --stages 8 --adapt --steps 500  # long"
+    command = (
+        "NPROC=1 python -m jvpipe.train --model gpt2 --size 124m --stages 8 --adapt --steps 500  "
+        "# long"
+    )
     small = ["--size", "tiny", "--stages", "4", "--adapt", "--steps", "2", "--batch-size", "8"]
     assert words(command) == [
         "jvpipe.train",

@@ -1,4 +1,6 @@
-"""The pages are built, and whatever is said against them is an error; every link within the site leads somewhere."""
+"""The pages are built, and whatever is said against them is an error; every link within the site
+leads somewhere.
+"""
 
 import re
 import shutil

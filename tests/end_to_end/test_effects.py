@@ -1,4 +1,6 @@
-"""What a loss prints or calls back happens once per micro-batch, in the forward; what has no order there is refused."""
+"""What a loss prints or calls back happens once per micro-batch, in the forward; what has no order
+there is refused.
+"""
 
 from collections import Counter
 from typing import Any

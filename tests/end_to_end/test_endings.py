@@ -1,4 +1,6 @@
-"""Endings of losses under replicas: what runs is what plain JAX makes of it, what does not says what to do."""
+"""Endings of losses under replicas: what runs is what plain JAX makes of it, what does not says
+what to do.
+"""
 
 import re
 from typing import Any
@@ -47,7 +49,9 @@ MOST_REFUSED = 0.3
 
 
 def made(values: list[Any], how: str | None) -> Any:
-    """What micro-batches yield beside their losses, as one: of numbers that are not counted the mean."""
+    """What micro-batches yield beside their losses, as one: of numbers that are not counted the
+    mean.
+    """
     stacked = np.stack([np.asarray(v) for v in values])
     if how == "max":
         return stacked.max(0)

@@ -1,6 +1,7 @@
 """Oracles 1 and 2 of the design: equal to plain JAX, and bit-identical however the model was cut.
 
-Stages lie on two devices in turns, or on one where transfers are not the matter: programs are compiled per device.
+Stages lie on two devices in turns, or on one where transfers are not the matter: programs are
+compiled per device.
 """
 
 from typing import Any
@@ -43,7 +44,9 @@ def plain_gradient(m: Case) -> Any:
 
 
 def plain_gradients(m: Case, grad: Any, micro: int) -> tuple[Any, Any, Any]:
-    """Loss, gradients and model state of a batch on one device, without jvpipe; micro-batches are seen in order."""
+    """Loss, gradients and model state of a batch on one device, without jvpipe; micro-batches are
+    seen in order.
+    """
     state, sums, total, weight = m.state, None, 0.0, 0.0
     for i in range(micro):
         part = jax.tree.map(

@@ -1,4 +1,6 @@
-"""Schedules of several stages per device and of backwards in two halves: other orders, the same bits, exact bytes."""
+"""Schedules of several stages per device and of backwards in two halves: other orders, the same
+bits, exact bytes.
+"""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Fates change placement and timing, never a value: any mix gives the same bits, and the ledger is empty at the end."""
+"""Fates change placement and timing, never a value: any mix gives the same bits, and the ledger is
+empty at the end.
+"""
 
 import random
 from dataclasses import replace
@@ -22,7 +24,9 @@ MICRO = 4
 
 
 def drawn(graph: LayerGraph, cuts: tuple[int, ...], seed: int) -> jvpipe.Plan:
-    """A plan of these cuts with a random fate for every candidate and every edge that may have one."""
+    """A plan of these cuts with a random fate for every candidate and every edge that may have
+    one.
+    """
     draw = random.Random(seed)
     plan = jvpipe.Plan.from_cuts(list(cuts))
     stages = []
@@ -126,7 +130,9 @@ def test_checkpoint_modes_and_patterns_give_the_same_bits_and_less_memory() -> N
 
 @pytest.mark.usefixtures("copies_never_late")
 def test_what_is_computed_again_has_the_bits_of_what_was_kept() -> None:
-    """The last micro-batch keeps everything, the others nothing: their programs differ, what they compute does not."""
+    """The last micro-batch keeps everything, the others nothing: their programs differ, what they
+    compute does not.
+    """
     m = CASES["normalized-products"]()
     params, losses, _ = trained(m, 1, "gpipe")
     ours = trained(m, 2, "1f1b", checkpoint="except_last")
@@ -161,7 +167,9 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
 
 
 def test_a_product_after_a_norm_has_the_same_bits_again() -> None:
-    """At sizes at which compilers like to fuse: a product may be kept, what it is made of is always made again."""
+    """At sizes at which compilers like to fuse: a product may be kept, what it is made of is always
+    made again.
+    """
     workload, draw = load("bert", "mini", blocks=1), np.random.default_rng(0)
     batch = {
         name: draw.integers(0, 60, leaf.shape).astype(leaf.dtype)

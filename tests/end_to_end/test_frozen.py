@@ -1,6 +1,7 @@
 """Frozen parameters cost nothing, and change no bit of what is trained.
 
-Legend: D width, R rank. The base is frozen, small products of matrices beside it are trained (LoRA).
+Legend: D width, R rank. The base is frozen, small products of matrices beside it are trained
+(LoRA).
 """
 
 from collections import Counter
@@ -65,7 +66,9 @@ def tuned(trained: Any = None, **options: Any) -> optax.GradientTransformation:
 
 @contextmanager
 def nothing_frozen() -> Iterator[None]:
-    """Inside it frozen parameters are trained as all others are: gradients, sums, and updates of zeros."""
+    """Inside it frozen parameters are trained as all others are: gradients, sums, and updates of
+    zeros.
+    """
     patched = "jvpipe.programs.stacked_trace.without_frozen"
     with mock.patch(patched, lambda traced, *_: traced):
         yield
@@ -230,7 +233,9 @@ def test_layers_of_frozen_parameters_pass_cotangents_on_and_have_no_other_half()
     ids=["norm", "decay", "finite"],
 )
 def test_what_is_read_or_changed_is_not_frozen(optimizer: Any) -> None:
-    """A norm of all gradients, or whether all are finite; AdamW's decay moves what has no gradient."""
+    """A norm of all gradients, or whether all are finite; AdamW's decay moves what has no
+    gradient.
+    """
     pipe = pipeline(optimizer)
     found = trained(pipe)
     assert frozen_names(pipe) == []

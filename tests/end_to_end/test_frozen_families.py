@@ -1,4 +1,6 @@
-"""Every model of the zoo with half of its parameters frozen: what is trained has the bits that it had."""
+"""Every model of the zoo with half of its parameters frozen: what is trained has the bits that it
+had.
+"""
 
 from typing import Any
 from unittest import mock

@@ -1,4 +1,6 @@
-"""Layers in groups under cuts, fates, places and moments of a move that chance drew: not a bit is another."""
+"""Layers in groups under cuts, fates, places and moments of a move that chance drew: not a bit is
+another.
+"""
 
 import random
 from dataclasses import dataclass, replace
@@ -64,7 +66,9 @@ def graph_of(name: str) -> LayerGraph:
 
 
 def run(one: Draw, plans: list[jvpipe.Plan], **options: Any) -> list[str]:
-    """Returns digests of losses and parameters; groups, where asked for, are there at both ends of the run."""
+    """Returns digests of losses and parameters; groups, where asked for, are there at both ends of
+    the run.
+    """
     m = CASES[one.name]()
     first, *later = plans
     devices = jax.devices()[:DEVICES]
@@ -95,7 +99,9 @@ def run(one: Draw, plans: list[jvpipe.Plan], **options: Any) -> list[str]:
 
 @cache
 def on_one_device(name: str) -> list[str]:
-    """A run that neither groups layers nor moves them; what it computes is what every synchronous schedule does."""
+    """A run that neither groups layers nor moves them; what it computes is what every synchronous
+    schedule does.
+    """
     whole = jvpipe.Plan.from_cuts([len(graph_of(name).layers)])
     return run(Draw(0, name, "gpipe", (0, 0)), [whole])
 

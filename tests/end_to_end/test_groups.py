@@ -86,7 +86,9 @@ def test_a_group_is_one_program_per_direction() -> None:
 def moved(
     m: Case, schedule: str, at: tuple[int, int], *, group: bool
 ) -> tuple[list[str], jvpipe.Pipeline]:
-    """Digests of a run that moves layers, before and after it; groups are there by the last step."""
+    """Digests of a run that moves layers, before and after it; groups are there by the last
+    step.
+    """
     pipe = jvpipe.Pipeline(
         m.loss_fn,
         optax.adamw(1e-2),

@@ -1,4 +1,6 @@
-"""Runs that are evaluated and saved while they train: nothing of it changes a bit, and a killed one goes on."""
+"""Runs that are evaluated and saved while they train: nothing of it changes a bit, and a killed one
+goes on.
+"""
 
 import gc
 import json
@@ -109,7 +111,9 @@ def test_a_resumed_run_does_not_hold_its_first_state_beside_the_restored_one(who
 
 
 def killed_at_the_third_evaluation(arguments: Sequence[str]) -> int:
-    """The command line, which is killed in step 9, perhaps while the checkpoint of step 8 is written."""
+    """The command line, which is killed in step 9, perhaps while the checkpoint of step 8 is
+    written.
+    """
     calls, evaluate = [], train_command.held_out_loss
 
     def killing(*given: Any) -> Any:
@@ -236,7 +240,8 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
     assert done.returncode == 2
     assert (
         done.stderr
-        == f"error: cannot write the checkpoint {run / 'checkpoints' / '00000004'}: No space left on device\n"
+        == f"error: cannot write the checkpoint {run / 'checkpoints' / '00000004'}: No space "
+        "left on device\n"
     )
     assert len(lines(run)) <= 8, "it was told before the next one began"
 

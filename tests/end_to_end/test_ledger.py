@@ -1,4 +1,6 @@
-"""The ledger tells the truth: before every task, what it counts is what JAX holds; and after random graphs, nothing."""
+"""The ledger tells the truth: before every task, what it counts is what JAX holds; and after random
+graphs, nothing.
+"""
 
 import gc
 import random
@@ -65,7 +67,9 @@ def test_at_every_task_its_bytes_are_those_that_jax_holds(schedule: str, stages:
 
 
 def random_case(seed: int) -> Case:
-    """A loss of random layers: products, dropout, gates, additions and concatenations of earlier results."""
+    """A loss of random layers: products, dropout, gates, additions and concatenations of earlier
+    results.
+    """
     draw, weights = random.Random(seed), draws(seed)
     kinds = [
         draw.choice(["dense", "dropout", "gate", "skip", "concat"])

@@ -1,4 +1,6 @@
-"""A memory limit holds: training runs under it with the same bits, and just below the smallest one it says so."""
+"""A memory limit holds: training runs under it with the same bits, and just below the smallest one
+it says so.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -31,8 +33,8 @@ def timed(layer: LayerCost) -> LayerCost:
 
 @pytest.fixture(scope="module", autouse=True)
 def _measured_once() -> Any:
-    """Every plan is decided on the same costs, whose bytes are real and whose seconds are not: those of a busy machine
-    would move cuts.
+    """Every plan is decided on the same costs, whose bytes are real and whose seconds are not:
+    those of a busy machine would move cuts.
     """
     known: list[Problem] = []
     problem_of = Measurement.problem

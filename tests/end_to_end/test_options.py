@@ -1,4 +1,6 @@
-"""A run whose model and recipe are told by a file and by options, and what of them a resumed one may change."""
+"""A run whose model and recipe are told by a file and by options, and what of them a resumed one
+may change.
+"""
 
 import json
 from pathlib import Path

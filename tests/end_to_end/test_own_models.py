@@ -1,4 +1,6 @@
-"""A user's own model on the command line: trained, stopped and resumed to the bit, over one device or several."""
+"""A user's own model on the command line: trained, stopped and resumed to the bit, over one device
+or several.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""How much is compiled: a deep model has few distinct layers, and each is compiled once per device."""
+"""How much is compiled: a deep model has few distinct layers, and each is compiled once per
+device.
+"""
 
 import jax
 import numpy as np

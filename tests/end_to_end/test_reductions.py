@@ -1,4 +1,6 @@
-"""What a loss returns beside its value is made of micro-batches and replicas as is said: plain JAX is the oracle."""
+"""What a loss returns beside its value is made of micro-batches and replicas as is said: plain JAX
+is the oracle.
+"""
 
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -192,7 +194,9 @@ def rest(params: Tree, x: jax.Array) -> jax.Array:
 
 
 def counter(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
-    """Counters of examples, as floats and whole numbers, and of micro-batches; a key that moves on."""
+    """Counters of examples, as floats and whole numbers, and of micro-batches; a key that moves
+    on.
+    """
     y = hidden(params, batch)
     new = {
         "seen": s["seen"] + batch.shape[0],
@@ -211,7 +215,9 @@ def center(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array
 
 
 def codebook(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
-    """Moving averages of how often each code is the nearest and of what is near it, as VQ-VAE has them."""
+    """Moving averages of how often each code is the nearest and of what is near it, as VQ-VAE has
+    them.
+    """
     y = hidden(params, batch)
     codes = s["sum"] / s["count"][:, None]
     near = jax.nn.one_hot(
@@ -227,7 +233,9 @@ def codebook(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Arr
 
 
 def capped(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
-    """What the trace cannot say: a counter with a limit, the largest so far, and the same on all."""
+    """What the trace cannot say: a counter with a limit, the largest so far, and the same on
+    all.
+    """
     y = hidden(params, batch)
     new = {
         "limited": jnp.minimum(s["limited"] + batch.shape[0], 100.0),

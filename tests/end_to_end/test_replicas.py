@@ -1,4 +1,6 @@
-"""Replicated stages compute what one device does: for all widths and schedules, fates, masks, weights and aux."""
+"""Replicated stages compute what one device does: for all widths and schedules, fates, masks,
+weights and aux.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,7 +60,9 @@ def tied() -> Case:
 
 
 def plain() -> Case:
-    """A mean, with decay of a weight beside it, which is made where the weight is and goes to where the loss is."""
+    """A mean, with decay of a weight beside it, which is made where the weight is and goes to where
+    the loss is.
+    """
     draw = draws(7)
     params = [draw(D, D) for _ in range(6)]
     batch = {"x": 2 * draw(MICRO * EXAMPLES, D), "y": draw(MICRO * EXAMPLES, D)}
@@ -232,7 +236,9 @@ def test_split_backwards_and_fates_change_no_bit() -> None:
     ),
 )
 def test_limits_that_need_swaps_change_no_bit(schedule: str, speeds: list[int] | None) -> None:
-    """The smallest limit that any plan keeps: what is not on the device is swapped, the rest computed again."""
+    """The smallest limit that any plan keeps: what is not on the device is swapped, the rest
+    computed again.
+    """
     case, devices = square(), jax.devices()[:3]
     options: dict[str, Any] = {"schedule": schedule, "microbatches": MICRO + 1, "devices": devices}
 
@@ -291,7 +297,9 @@ def test_cuts_change_no_bit_where_all_stages_are_as_wide() -> None:
 
 @pytest.mark.usefixtures("copies_never_late")
 def test_without_a_flush_micro_batches_take_turns(tmp_path: Path) -> None:
-    """The replay gives the same bits, whatever becomes of residuals; so does a run that is resumed in flight."""
+    """The replay gives the same bits, whatever becomes of residuals; so does a run that is resumed
+    in flight.
+    """
     case, (layers, names), micro = tied(), names_of("tied"), 6
     plan = plan_of(layers, (2, 1))
     own = [name for layer in plan.stages[0].layers for name in names[layer]]

@@ -97,7 +97,9 @@ def test_meshes_compute_what_one_device_does(
 
 
 def test_a_place_holds_a_part_of_each_parameter_and_its_optimizer_state() -> None:
-    """By hand: two blocks of 32 + 8 + 32 numbers, and as many of momentum, in quarters; a scalar of the loss."""
+    """By hand: two blocks of 32 + 8 + 32 numbers, and as many of momentum, in quarters; a scalar of
+    the loss.
+    """
     pipe = begun(devices=meshes(2, 2), sharding=FULLY)
     state = pipe.init(parameters(), ROWS, KEY)
     live = [pipe.ledger.live_bytes[device] for device in jax.devices()]

@@ -55,7 +55,9 @@ def pipeline(stages: Any = 1, schedule: str = "1f1b", **options: Any) -> jvpipe.
 
 
 def check_held(pipe: jvpipe.Pipeline, state: Any) -> None:
-    """Every array lies in the memory that the table of buffers says, and the ledger counts what there is."""
+    """Every array lies in the memory that the table of buffers says, and the ledger counts what
+    there is.
+    """
     state = jax.block_until_ready(state)
     plain = state if not state.stream_steps else pipe.drain(state)
     held = [0, 0]
@@ -223,7 +225,9 @@ MOVES = [
     ((3, 0), [3, 3], False),
     ((4, 1), [3, 3], True),
 ]
-"""When, to which cuts, and whether state then lies on the host: layers move with their state, or that alone does."""
+"""When, to which cuts, and whether state then lies on the host: layers move with their state, or
+that alone does.
+"""
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,9 @@ def test_one_stage_of_2bw_is_training_with_updates_one_late() -> None:
 def plain_training(
     m: Case, batches: list[Any], delay: int, every: int, optimizer: Any = ADAMW
 ) -> Any:
-    """Without a pipeline's stream: synchronous steps of `every` micro-batches, or plain JAX if gradients are late."""
+    """Without a pipeline's stream: synchronous steps of `every` micro-batches, or plain JAX if
+    gradients are late.
+    """
     if not delay:
         pipe = pipeline(m, "1f1b", 1, optimizer, microbatches=1)
         part = jax.tree.map(lambda x: x[: len(x) // MICRO], batches[0])

@@ -1,4 +1,6 @@
-"""A run whose metrics go to TensorBoard and, offline, to Weights & Biases: both hold every metric of metrics.jsonl."""
+"""A run whose metrics go to TensorBoard and, offline, to Weights & Biases: both hold every metric
+of metrics.jsonl.
+"""
 
 import json
 from pathlib import Path

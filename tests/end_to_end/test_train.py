@@ -1,4 +1,6 @@
-"""The command line as a user meets it: in processes of its own, stopped and killed, always under a time limit."""
+"""The command line as a user meets it: in processes of its own, stopped and killed, always under a
+time limit.
+"""
 
 import json
 import re
@@ -305,7 +307,9 @@ def test_a_stream_is_trained_and_saved_in_flight(text: Path, tmp_path: Path) -> 
 def test_a_stream_under_a_given_plan_is_resumed_under_it(
     text: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Although the planner would plan otherwise: that another plan is refused is what the stream above shows."""
+    """Although the planner would plan otherwise: that another plan is refused is what the stream
+    above shows.
+    """
     given, run = tmp_path / "given.json", tmp_path / "run"
     first, last = jvpipe.Plan.load(whole / "plan.json").cuts
     plan = jvpipe.Plan.from_cuts([first + 1, last - 1], schedule="pipedream")

@@ -1,4 +1,6 @@
-"""Two devices that are not alike: each keeps its own limit, the faster one gets more layers, the bits stay."""
+"""Two devices that are not alike: each keeps its own limit, the faster one gets more layers, the
+bits stay.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""The tests compile in a hurry; what they say about bits must hold under the compiler's usual settings too."""
+"""The tests compile in a hurry; what they say about bits must hold under the compiler's usual
+settings too.
+"""
 
 import os
 import subprocess

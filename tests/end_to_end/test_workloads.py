@@ -1,4 +1,6 @@
-"""The models of the command line at their tiny sizes: gradients equal plain JAX, and bits are the same however cut."""
+"""The models of the command line at their tiny sizes: gradients equal plain JAX, and bits are the
+same however cut.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -48,7 +50,9 @@ def case(name: str) -> Case:
 def stepped(
     m: Case, plan: int | jvpipe.Plan, schedule: str
 ) -> tuple[list[Any], float, jvpipe.Pipeline]:
-    """Parameters, model state and loss after a step of plain descent; but for plans all stages are on one device."""
+    """Parameters, model state and loss after a step of plain descent; but for plans all stages are
+    on one device.
+    """
     devices = jax.devices()[:1] * plan if isinstance(plan, int) else jax.devices()[:2]
     planner = "jvpipe" if schedule == "auto" else "even"
     options: dict[str, Any] = {

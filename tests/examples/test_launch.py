@@ -1,4 +1,6 @@
-"""Launch files: what they do about exit code 75, and that their commands have options that there are."""
+"""Launch files: what they do about exit code 75, and that their commands have options that there
+are.
+"""
 
 import re
 import subprocess

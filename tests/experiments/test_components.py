@@ -12,7 +12,9 @@ from jvpipe.schedules import find_schedule
 
 
 def problem() -> Problem:
-    """Twelve layers, the first one slower and the last one reading it, on four devices that cannot keep all."""
+    """Twelve layers, the first one slower and the last one reading it, on four devices that cannot
+    keep all.
+    """
     options = (Option(10), Option(0, swapped_bytes=10), Option(0, extra_s=0.5, extra_bytes=10))
     layers = tuple(
         LayerCost(f"layer{i}", s, 2 * s, options, input_bytes=1)

@@ -1,4 +1,6 @@
-"""The whole of fine-tuning, with transformers on the other side, where `make peers` has made its environment."""
+"""The whole of fine-tuning, with transformers on the other side, where `make peers` has made its
+environment.
+"""
 
 import re
 

@@ -12,7 +12,9 @@ from tests.grid import grid
 
 
 def here(case: Case, left_s: float) -> dict[str, Any]:
-    """Measures in this process; what JAX cannot compile on a CPU is refused as it would be in a child."""
+    """Measures in this process; what JAX cannot compile on a CPU is refused as it would be in a
+    child.
+    """
     assert left_s > 0
     steps = {"steps": 1} if case.measure in ("pipeline", "plain") else {}
     try:

@@ -30,7 +30,9 @@ def traced(size: int, **options: int) -> Traced:
 
 
 def test_saved_operands_are_the_bytes_of_korthikanti() -> None:
-    """Equation 2 of arXiv:2205.05198, 34 s b h + 5 a s^2 b bytes in 16 bits: all but the masks double in 32."""
+    """Equation 2 of arXiv:2205.05198, 34 s b h + 5 a s^2 b bytes in 16 bits: all but the masks
+    double in 32.
+    """
     s, b, h, a = 32, 3, 64, 4
     model = traced(b, tokens=s, width=h, heads=a, blocks=3)
     costs = estimate(saving_operands(model), CLUSTER, store=ProgramStore())

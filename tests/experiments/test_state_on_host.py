@@ -1,4 +1,6 @@
-"""Simulated steps with the optimizer's state on the host: less is held, and no byte crosses for free."""
+"""Simulated steps with the optimizer's state on the host: less is held, and no byte crosses for
+free.
+"""
 
 import optax
 import pytest

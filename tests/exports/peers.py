@@ -1,4 +1,6 @@
-"""What the parsers of the systems themselves say of files of ours, each in an environment of its own (`make peers`)."""
+"""What the parsers of the systems themselves say of files of ours, each in an environment of its
+own (`make peers`).
+"""
 
 import json
 import subprocess
@@ -15,7 +17,9 @@ FORMATS = {"torch-csv": "torch", "megatron": "megatron", "maxtext": "maxtext", "
 
 
 def run(peer: str, script: str, *arguments: str) -> str:
-    """What a script prints that the Python of a system's environment runs; the test is skipped where there is none."""
+    """What a script prints that the Python of a system's environment runs; the test is skipped
+    where there is none.
+    """
     python = ROOT / "build" / "peers" / peer / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment with {peer}: make peers")

@@ -1,4 +1,6 @@
-"""Plans of workloads and of small stacks, the outlines that they are for, and what a file must say of a plan."""
+"""Plans of workloads and of small stacks, the outlines that they are for, and what a file must say
+of a plan.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,7 +87,9 @@ def order_of(given: Plan, microbatches: int) -> list[list[tuple[int, str, int]]]
 
 
 def blocks_of(given: Plan, there: Outline) -> list[list[int]]:
-    """The blocks of each stage, whose cuts must be between them; what has no number goes with what is beside it."""
+    """The blocks of each stage, whose cuts must be between them; what has no number goes with what
+    is beside it.
+    """
     number = [layer.block[1] if layer.block else None for layer in there.layers]
     bounds = pairwise(accumulate(given.cuts, initial=0))
     stages = [sorted({k for k in number[a:b] if k is not None}) for a, b in bounds]

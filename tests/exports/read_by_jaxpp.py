@@ -1,8 +1,8 @@
 """Run by the Python of an environment with JaxPP: what it makes of the order of tasks of our files.
 
-On the command line: how many micro-batches there are, and files of Python. A line of JSON per file: the device of
-each stage, what each device does in which order, and the marks. Of the first stage's whole backward JaxPP keeps the
-first half, with the other one in it.
+On the command line: how many micro-batches there are, and files of Python. A line of JSON per file:
+the device of each stage, what each device does in which order, and the marks. Of the first stage's
+whole backward JaxPP keeps the first half, with the other one in it.
 """
 
 import json

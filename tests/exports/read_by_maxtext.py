@@ -1,7 +1,7 @@
 """Run by the Python of an environment with MaxText: what its configuration makes of ours.
 
-On the command line: how many micro-batches there are, and files of YAML. A line of JSON per file: the blocks and the
-rank of each stage, and which blocks keep their inputs alone.
+On the command line: how many micro-batches there are, and files of YAML. A line of JSON per file:
+the blocks and the rank of each stage, and which blocks keep their inputs alone.
 """
 
 import json

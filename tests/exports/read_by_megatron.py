@@ -1,7 +1,8 @@
 """Run by the Python of an environment with megatron-core: what its configuration makes of options.
 
-On the command line: how many micro-batches there are, and files of options. A line of JSON per file: the blocks and the
-rank of each stage, which blocks keep their inputs alone, and the order of each rank's forwards and backwards.
+On the command line: how many micro-batches there are, and files of options. A line of JSON per
+file: the blocks and the rank of each stage, which blocks keep their inputs alone, and the order of
+each rank's forwards and backwards.
 """
 
 import json

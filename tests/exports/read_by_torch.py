@@ -1,8 +1,9 @@
-"""Run by the Python of an environment with torch: what its own loader, validator and simulator make of CSV files.
+"""Run by the Python of an environment with torch: what its own loader, validator and simulator make
+of CSV files.
 
-On the command line: how many micro-batches there are, and the files. A line of JSON per file: the rank of each stage,
-and what each rank computes in which order. Fails unless torch, given that order alone, adds the sends and the sums of
-gradients that the file has.
+On the command line: how many micro-batches there are, and the files. A line of JSON per file: the
+rank of each stage, and what each rank computes in which order. Fails unless torch, given that order
+alone, adds the sends and the sums of gradients that the file has.
 """
 
 import csv

@@ -1,7 +1,8 @@
-"""Readers of the formats, after the definitions of the systems that they are of: nothing here is of jvpipe's exports.
+"""Readers of the formats, after the definitions of the systems that they are of: nothing here is of
+jvpipe's exports.
 
-What each of them says of a run: which stage has which blocks, which rank has which stage, and what each rank does in
-which order, as `(stage, kind, micro-batch)`.
+What each of them says of a run: which stage has which blocks, which rank has which stage, and what
+each rank does in which order, as `(stage, kind, micro-batch)`.
 """
 
 import csv
@@ -24,7 +25,9 @@ Order = list[list[Action]]
 
 @dataclass
 class Said:
-    """What a file says; None for what it is not about. `again` are the blocks whose inputs alone are kept."""
+    """What a file says; None for what it is not about. `again` are the blocks whose inputs alone
+    are kept.
+    """
 
     blocks: list[list[int]] | None = None
     ranks: list[int] | None = None
@@ -37,7 +40,9 @@ class Said:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Order:
-    """Each rank warms up by as many forwards as ranks come after it, then alternates, and drains."""
+    """Each rank warms up by as many forwards as ranks come after it, then alternates, and
+    drains.
+    """
     order = []
     for rank in range(ranks):
         warm = min(ranks - rank - 1, microbatches)
@@ -49,8 +54,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Order:
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Order:
-    """Virtual micro-batch k is of group k // (ranks x chunks), of a chunk each `ranks` of them; the warm-up has two
-    more for each rank that comes after, and a group for each chunk but one.
+    """Virtual micro-batch k is of group k // (ranks x chunks), of a chunk each `ranks` of them; the
+    warm-up has two more for each rank that comes after, and a group for each chunk but one.
     """
     assert microbatches % ranks == 0
     total = microbatches * chunks
@@ -176,7 +181,9 @@ def of_torch_csv(text: str, microbatches: int) -> Said:
 
 
 def _run(rows: list[list[tuple[int, str, str]]], rank: dict[int, int], microbatches: int) -> None:
-    """Runs the actions, whichever can be; asserts what torch's runtime does, and that none is left."""
+    """Runs the actions, whichever can be; asserts what torch's runtime does, and that none is
+    left.
+    """
     last, done, sums = len(rank) - 1, set[tuple[int, str, str]](), Counter[int]()
     reduced = Counter[int]()
 
@@ -224,7 +231,9 @@ def _run(rows: list[list[tuple[int, str, str]]], rank: dict[int, int], microbatc
 
 
 def of_jaxpp(text: str, microbatches: int) -> Said:
-    """Runs the file, as a program of JaxPP's users would, against the few names of JaxPP that it takes."""
+    """Runs the file, as a program of JaxPP's users would, against the few names of JaxPP that it
+    takes.
+    """
     kinds = {"FWD": "F", "BWD": "B", "BWD_I": "I", "BWD_W": "W"}
 
     @dataclass(frozen=True)
@@ -271,7 +280,9 @@ READERS = {
 
 
 def whole(order: Order) -> Iterator[list[Action]]:
-    """An order with halves that follow each other on the first stage as one backward, which they are."""
+    """An order with halves that follow each other on the first stage as one backward, which they
+    are.
+    """
     for row in order:
         joined: list[Action] = []
         for stage, kind, m in row:

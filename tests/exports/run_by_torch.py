@@ -1,7 +1,9 @@
-"""Run by the Python of an environment with torch: a step of a stack of layers under a CSV, a process for each rank.
+"""Run by the Python of an environment with torch: a step of a stack of layers under a CSV, a
+process for each rank.
 
-On the command line: the file, and how many stages and micro-batches it is for. Prints the largest difference, over all
-stages, between the gradients of the pipeline and those of the whole batch at once.
+On the command line: the file, and how many stages and micro-batches it is for. Prints the largest
+difference, over all stages, between the gradients of the pipeline and those of the whole batch at
+once.
 """
 
 import csv

@@ -64,9 +64,10 @@ def test_a_plan_is_written_as_it_was(name: str) -> None:
 def test_maxtext_is_told_equal_stages_under_gpipe() -> None:
     even = replace(plan(EVEN, "gpipe"), outline=outline(6, microbatches=6))
     assert even.export("maxtext") == (
-        "# jvpipe maxtext 1\nbase_config: base.yml\nbase_num_decoder_layers: 6\nici_pipeline_parallelism: 3\n"
-        "num_layers_per_pipeline_stage: 2\nnum_pipeline_repeats: 1\nnum_pipeline_microbatches: 6\n"
-        "remat_policy: 'none'\nset_remat_policy_on_pipeline_iterations: false\n"
+        "# jvpipe maxtext 1\nbase_config: base.yml\nbase_num_decoder_layers: "
+        "6\nici_pipeline_parallelism: 3\nnum_layers_per_pipeline_stage: 2\nnum_pipeline_repeats: "
+        "1\nnum_pipeline_microbatches: 6\nremat_policy: "
+        "'none'\nset_remat_policy_on_pipeline_iterations: false\n"
     )
 
 
@@ -340,7 +341,9 @@ def test_the_command_names_mistakes_in_one_line(
 
 
 def test_what_is_imported_is_simulated_as_planners_do() -> None:
-    """Our own plan, through a file, takes what it took; everything computed again takes longer and holds less."""
+    """Our own plan, through a file, takes what it took; everything computed again takes longer and
+    holds less.
+    """
     found = small_forecast()
     own = judged(found.problem, found.plan)
     text = found.plan.export("megatron")

@@ -57,7 +57,9 @@ def test_a_systems_own_parser_reads_what_the_table_says(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_systems_own_parser_reads_what_is_made_by_hand(name: str, tmp_path: Path) -> None:
-    """Uneven and nested cuts, three chunks, other devices, one stage; blocks that are computed again."""
+    """Uneven and nested cuts, three chunks, other devices, one stage; blocks that are computed
+    again.
+    """
     found = exported(name, (for_six(given) for given, names in CASES.values() if name in names))
     assert len(found) == sum(name in names for _, names in CASES.values())
     fates = [again(0) | again(1), again(2) | again(3), again(4) | again(5)]

@@ -1,4 +1,6 @@
-"""Formats, schedules and workloads: what is exported says the plan, to readers of the formats' own definitions."""
+"""Formats, schedules and workloads: what is exported says the plan, to readers of the formats' own
+definitions.
+"""
 
 from dataclasses import replace
 from pathlib import Path

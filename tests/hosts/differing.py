@@ -1,4 +1,5 @@
-"""One process of several that are given different things, PROCESS COUNT PORT: prints a line per thing, then trains.
+"""One process of several that are given different things, PROCESS COUNT PORT: prints a line per
+thing, then trains.
 
 In each variant the processes but the first have something else; each prints what it is told.
 """

@@ -1,9 +1,9 @@
 """A process of a run that trains on and on, given PROCESS COUNT PORT; one of them is killed.
 
-With `moving` behind it the last one kills itself when it has offered the first of what leaves it with its layers,
-between two steps or with `inside` behind that in the middle of one. With
-`saving`, a folder and a process, that one kills itself in its second save: the first one before it renames the draft,
-another when it has written its part.
+With `moving` behind it the last one kills itself when it has offered the first of what leaves it
+with its layers, between two steps or with `inside` behind that in the middle of one. With `saving`,
+a folder and a process, that one kills itself in its second save: the first one before it renames
+the draft, another when it has written its part.
 """
 
 import os

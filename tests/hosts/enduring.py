@@ -1,6 +1,7 @@
 """One process that is looked at from within, given PROCESS COUNT PORT: prints one line.
 
-It is fed what it needs alone, under the smallest limit that its planner names; then one process is late at every step.
+It is fed what it needs alone, under the smallest limit that its planner names; then one process is
+late at every step.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The command over several processes of one host: what they train, and how they end when something goes wrong."""
+"""The command over several processes of one host: what they train, and how they end when something
+goes wrong.
+"""
 
 import fcntl
 import json
@@ -212,7 +214,9 @@ def test_what_differs_is_named_by_both_and_nothing_is_written(page: Path, tmp_pa
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """The addresses and ports where a process listens, as the system tells; addresses in its hexadecimal form."""
+    """The addresses and ports where a process listens, as the system tells; addresses in its
+    hexadecimal form.
+    """
     sockets: set[str] = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -268,7 +272,8 @@ def test_a_mistake_that_all_make_is_told_by_all(page: Path, tmp_path: Path) -> N
         == [
             (
                 2,
-                "error: 1 stages are too few for 2 processes: use at least as many stages, or fewer processes",
+                "error: 1 stages are too few for 2 processes: use at least as many stages, or "
+                "fewer processes",
             )
         ]
         * 2

@@ -1,4 +1,6 @@
-"""Several processes train to the bits of one, hold the bytes of one, and tell when one of them dies."""
+"""Several processes train to the bits of one, hold the bytes of one, and tell when one of them
+dies.
+"""
 
 import json
 import re
@@ -184,7 +186,9 @@ DIFFERING = {
 
 
 def test_whatever_two_processes_are_given_differently_is_named_by_both_and_they_go_on() -> None:
-    """The two hash strings in unlike ways: what is compared is equal all the same where nothing differs."""
+    """The two hash strings in unlike ways: what is compared is equal all the same where nothing
+    differs.
+    """
     port, variants = str(free_port()), [*DIFFERING, "mistake", "mistake in the loss"]
     with ExitStack() as stack:
         started = []

@@ -1,4 +1,6 @@
-"""One process of a run over several, given PROCESS COUNT PORT CASE ...: prints what it saw of each case."""
+"""One process of a run over several, given PROCESS COUNT PORT CASE ...: prints what it saw of each
+case.
+"""
 
 import json
 from collections.abc import Sequence
@@ -52,7 +54,9 @@ def pipeline(
 
 
 def asked_to_move(pipe: jvpipe.Pipeline, state: jvpipe.State, moments: str) -> jvpipe.State:
-    """All layers leave their devices, and come back: at moments such as 1.2+2.0, of a step and a micro-batch."""
+    """All layers leave their devices, and come back: at moments such as 1.2+2.0, of a step and a
+    micro-batch.
+    """
     home, layers = pipe.plan, len(pipe.session.graph.layers)
     away = recut(pipe.session.graph, home, [1, layers - 2, 1])
     stages = zip(away.stages, (2, 0, 1), strict=True)
@@ -66,8 +70,9 @@ def asked_to_move(pipe: jvpipe.Pipeline, state: jvpipe.State, moments: str) -> j
 def trained(
     name: str, schedule: str, fate: str, planner: str = "even", path: str = "", moments: str = ""
 ) -> dict[str, Any]:
-    """What a run yields: bits of losses and parameters, bytes by device. A path is restored from if it is there, else
-    the state after the second step is saved to it, in flight if the schedule keeps it so.
+    """What a run yields: bits of losses and parameters, bytes by device. A path is restored from if
+    it is there, else the state after the second step is saved to it, in flight if the schedule
+    keeps it so.
     """
     m = CASES[name]()
     there = bool(path) and Path(path).exists()
@@ -145,7 +150,9 @@ def adapted(name: str, schedule: str, grouped_step: str = "") -> dict[str, Any]:
 
 
 def unlike() -> dict[str, Any]:
-    """The same of a stream in which the first process alone has the memory to move layers while it flows."""
+    """The same of a stream in which the first process alone has the memory to move layers while it
+    flows.
+    """
     plain = migrate._ways
 
     def ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[str]:
@@ -158,7 +165,9 @@ def unlike() -> dict[str, Any]:
 
 
 def tight() -> dict[str, Any]:
-    """What is said of an evaluation that only the last device has no memory for, and a loss after it."""
+    """What is said of an evaluation that only the last device has no memory for, and a loss after
+    it.
+    """
     m, places = CASES["mlp"](), [jax.devices()[0], jax.devices()[-1]]
     many = jax.tree.map(lambda x: np.resize(x, (256, *x.shape[1:])), m.batch)
     pipe = pipeline(m, "1f1b", 2, planner="even", devices=places, memory_limit=[10**6, 4000])
@@ -173,7 +182,9 @@ def tight() -> dict[str, Any]:
 
 
 def closed_over() -> dict[str, Any]:
-    """What a function yields that closes over an array at the first stage, and the loss at the last."""
+    """What a function yields that closes over an array at the first stage, and the loss at the
+    last.
+    """
     of_loss, of_function = np.full(2, 100.0, np.float32), np.full(2, 0.25, np.float32)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
@@ -191,7 +202,9 @@ def closed_over() -> dict[str, Any]:
 
 
 def switched() -> dict[str, Any]:
-    """The same of a run in which other models take over: layers move, leave, come back and are new."""
+    """The same of a run in which other models take over: layers move, leave, come back and are
+    new.
+    """
     first, batches = MODELS[0], models.batches()
     pipe = jvpipe.Pipeline(models.loss_of(first), models.OPTIMIZER, STAGES, MICRO, planner="even")
     state = pipe.init(models.params_of(first), next(batches), None)
@@ -227,7 +240,9 @@ def take_over(pipe: jvpipe.Pipeline) -> None:
 
 
 def uneven(path: str) -> dict[str, Any]:
-    """The same where the first process has groups; the others still have what they evaluated with."""
+    """The same where the first process has groups; the others still have what they evaluated
+    with.
+    """
     first, batches = MODELS[0], models.batches()
     loss_fns = [models.loss_of(names) for names in MODELS[:2]]
     options: dict[str, Any] = {"planner": "even", "group": False}
@@ -246,7 +261,9 @@ def uneven(path: str) -> dict[str, Any]:
 
 
 def grouped(schedule: str, group: str) -> dict[str, Any]:
-    """The same with layers in groups, or not; all layers leave their devices inside a step, and come back."""
+    """The same with layers in groups, or not; all layers leave their devices inside a step, and
+    come back.
+    """
     m, batches = CASES["mlp"](), batches_of(CASES["mlp"](), 8)
     pipe = pipeline(m, schedule, planner="even", group=bool(group))
     state = asked_to_move(pipe, pipe.init(m.params, batches[0], m.rng, m.state), "1.2+3.0")
@@ -272,7 +289,8 @@ def centered(params: Any, mean: jax.Array, batch: Any, rng: Any) -> tuple[jax.Ar
 
 
 def replicated(schedule: str) -> dict[str, Any]:
-    """The same of a stage with replicas in both processes; with a flush, layers move to others after a step.
+    """The same of a stage with replicas in both processes; with a flush, layers move to others
+    after a step.
 
     There the loss reads a moving mean, too, of which each replica makes its part.
     """
@@ -333,7 +351,9 @@ def shared(bytes_per_s: str) -> dict[str, Any]:
 
 
 def in_meshes(path: str) -> dict[str, Any]:
-    """What a run yields whose places are meshes of two devices, in several processes; in one plain devices."""
+    """What a run yields whose places are meshes of two devices, in several processes; in one plain
+    devices.
+    """
     alone, optimizer = jax.process_count() == 1, OPTIMIZER
     meshes = {"devices": sharded.meshes(), "sharding": sharded.TENSOR_PARALLEL}
     options: dict[str, Any] = {"devices": jax.devices()[:2]} if alone else meshes
@@ -415,7 +435,9 @@ KINDS = {
     "meshes": in_meshes,
 }
 NEVER_LATE = SimpleNamespace(is_ready=lambda array: array.block_until_ready() is array)
-"""Of copies: peaks are those of the lists then. On a busy machine one may be late, and then less is held."""
+"""Of copies: peaks are those of the lists then. On a busy machine one may be late, and then less is
+held.
+"""
 
 
 def main(arguments: Sequence[str]) -> None:

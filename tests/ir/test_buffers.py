@@ -5,8 +5,8 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value, ValueKind
 
-# Device 0 makes an edge of 30 bytes from a parameter of 100, keeps a residual of 20 for its backward, and sends the
-# edge to device 1, which answers with a cotangent of 30.
+# Device 0 makes an edge of 30 bytes from a parameter of 100, keeps a residual of 20 for its
+# backward, and sends the edge to device 1, which answers with a cotangent of 30.
 BUFFERS = (
     Buffer(Value(ValueKind.PARAMETER, version=0), 0, 100),
     Buffer(Value(ValueKind.TENSOR, microbatch=0), 0, 30),

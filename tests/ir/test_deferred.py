@@ -1,4 +1,6 @@
-"""Deferred batch norm remembers what torchgpipe's does, in a pipeline too; its formulas are written down again here."""
+"""Deferred batch norm remembers what torchgpipe's does, in a pipeline too; its formulas are written
+down again here.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +131,9 @@ def test_no_micro_batches_are_refused() -> None:
 
 
 def test_values_far_from_zero_keep_their_variance() -> None:
-    """Squares of 1e4 and more say nothing of a variance of 1 in float32, except in the first batch."""
+    """Squares of 1e4 and more say nothing of a variance of 1 in float32, except in the first
+    batch.
+    """
     x = 1e4 + np.random.default_rng(2).normal(size=(2, 64, WIDTH)).astype(np.float32)
     statistics = BatchStatistics.of(WIDTH)
     for half in (*x, *x):

@@ -1,4 +1,6 @@
-"""Kinds are told apart by their tables, or so that an unknown one is refused; docs/adding_a_kind.md says where."""
+"""Kinds are told apart by their tables, or so that an unknown one is refused; docs/adding_a_kind.md
+says where.
+"""
 
 import ast
 import re
@@ -58,7 +60,9 @@ PICKED = {
     "schedules": {"I", "W"},
     "simulate": {"U"},
 }
-"""By room, the kinds that code there compares with: what it says of one of these holds for no other."""
+"""By room, the kinds that code there compares with: what it says of one of these holds for no
+other.
+"""
 MENTIONED = re.compile(rf"\b({'|'.join(sorted(ENUMS))})\.|[\"']({'|'.join(Kind)}|X)[\"']")
 """Files without any of these have nothing to look at, and are not parsed."""
 

@@ -1,4 +1,6 @@
-"""Arrays that are read where they are to lie: one after another, once, with the bits of arrays that are given."""
+"""Arrays that are read where they are to lie: one after another, once, with the bits of arrays that
+are given.
+"""
 
 from functools import partial
 from typing import Any

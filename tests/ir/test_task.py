@@ -45,7 +45,9 @@ def test_csv_is_that_of_torch(tmp_path: Path) -> None:
 
 
 def cells(path: Path) -> list[list[tuple[int, str, int]]]:
-    """A file as torch's `_load_csv` reads it: a line per rank, in each cell a stage, a letter and a micro-batch."""
+    """A file as torch's `_load_csv` reads it: a line per rank, in each cell a stage, a letter and a
+    micro-batch.
+    """
     word = re.compile(r"([0-9]+)([FIBW])([0-9]+)")
     found = [
         [word.fullmatch(cell) for cell in line.split(",")] for line in path.read_text().splitlines()

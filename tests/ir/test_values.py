@@ -1,4 +1,6 @@
-"""Values are named by what they are; a later round of a stream shifts what counts from its beginning, and no more."""
+"""Values are named by what they are; a later round of a stream shifts what counts from its
+beginning, and no more.
+"""
 
 import pytest
 

@@ -27,19 +27,23 @@ def step(how: MicrobatchLayout, micro: int = 1) -> list[str]:
 
 def test_a_step_with_everything_kept() -> None:
     assert step(layout([3])) == [
-        "F0: parameter 0 version 0, batch 0 micro-batch 0 -> tensor 0 micro-batch 0, residual 0 layer 0 micro-batch 0",
-        "F1: parameter 1 version 0, tensor 0 micro-batch 0 -> tensor 1 micro-batch 0, residual 0 layer 1 micro-batch 0",
-        "F2: parameter 0 version 0, tensor 1 micro-batch 0 -> loss 0 micro-batch 0, residual 0 layer 2 micro-batch 0",
+        "F0: parameter 0 version 0, batch 0 micro-batch 0 -> tensor 0 micro-batch 0, residual 0 "
+        "layer 0 micro-batch 0",
+        "F1: parameter 1 version 0, tensor 0 micro-batch 0 -> tensor 1 micro-batch 0, residual 0 "
+        "layer 1 micro-batch 0",
+        "F2: parameter 0 version 0, tensor 1 micro-batch 0 -> loss 0 micro-batch 0, residual 0 "
+        "layer 2 micro-batch 0",
         "LOSS2: loss 0 micro-batch 0 -> metric 0 micro-batch 0",
         "ZERO2:  -> gradient 0 layer 2 version 0",
-        "B2: parameter 0 version 0, tensor 1 micro-batch 0, residual 0 layer 2 micro-batch 0, gradient 0 layer 2 "
-        "version 0 -> gradient 0 layer 2 version 0, cotangent 1 micro-batch 0",
+        "B2: parameter 0 version 0, tensor 1 micro-batch 0, residual 0 layer 2 micro-batch 0, "
+        "gradient 0 layer 2 version 0 -> gradient 0 layer 2 version 0, cotangent 1 micro-batch 0",
         "ZERO1:  -> gradient 1 layer 1 version 0",
-        "B1: parameter 1 version 0, tensor 0 micro-batch 0, residual 0 layer 1 micro-batch 0, cotangent 1 "
-        "micro-batch 0, gradient 1 layer 1 version 0 -> gradient 1 layer 1 version 0, cotangent 0 micro-batch 0",
+        "B1: parameter 1 version 0, tensor 0 micro-batch 0, residual 0 layer 1 micro-batch 0, "
+        "cotangent 1 micro-batch 0, gradient 1 layer 1 version 0 -> gradient 1 layer 1 version 0, "
+        "cotangent 0 micro-batch 0",
         "ZERO0:  -> gradient 0 layer 0 version 0",
-        "B0: batch 0 micro-batch 0, residual 0 layer 0 micro-batch 0, cotangent 0 micro-batch 0, gradient 0 layer 0 "
-        "version 0 -> gradient 0 layer 0 version 0",
+        "B0: batch 0 micro-batch 0, residual 0 layer 0 micro-batch 0, cotangent 0 micro-batch 0, "
+        "gradient 0 layer 0 version 0 -> gradient 0 layer 0 version 0",
     ]
 
 
@@ -121,6 +125,6 @@ def test_a_split_backward_hands_values_on_and_layers_without_halves_run_whole_in
         "layer 0 returns nothing"
     )
     assert weights[1] == (
-        "W1: tensor 0 micro-batch 0, residual 0 layer 1 micro-batch 0, handed 0 layer 1 micro-batch 0, "
-        "gradient 1 layer 1 version 0 -> gradient 1 layer 1 version 0"
+        "W1: tensor 0 micro-batch 0, residual 0 layer 1 micro-batch 0, handed 0 layer 1 "
+        "micro-batch 0, gradient 1 layer 1 version 0 -> gradient 1 layer 1 version 0"
     )

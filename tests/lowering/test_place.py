@@ -1,4 +1,6 @@
-"""Operations get places: what is read elsewhere is sent, what belongs to a layer that moved is moved."""
+"""Operations get places: what is read elsewhere is sent, what belongs to a layer that moved is
+moved.
+"""
 
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.kinds import Kind

@@ -1,4 +1,6 @@
-"""Where layers run, and what lies on the devices between steps: by hand, with state, constants and shared state."""
+"""Where layers run, and what lies on the devices between steps: by hand, with state, constants and
+shared state.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Each process runs its own rows and its halves of copies; what it offered stays until it has arrived."""
+"""Each process runs its own rows and its halves of copies; what it offered stays until it has
+arrived.
+"""
 
 import optax
 import pytest
@@ -61,12 +63,12 @@ def test_each_process_runs_its_own_rows_and_its_halves_of_copies() -> None:
     step = with_receipts(telling_all(stepped(), TWO), TWO)
     first, second = (projected(step, TWO, own) for own in TWO)
     assert drawn(first) == (
-        "FEED F offer tensor FEED F offer tensor ask cotangent ZERO B ask cotangent B ask gradient U offer parameter "
-        "ask mark ask metric RECEIPT"
+        "FEED F offer tensor FEED F offer tensor ask cotangent ZERO B ask cotangent B ask "
+        "gradient U offer parameter ask mark ask metric RECEIPT"
     )
     assert drawn(second) == (
-        "ask tensor ask tensor F F ZERO B ZERO B offer cotangent F F LOSS B B offer cotangent offer gradient "
-        "ask parameter ARRIVE offer mark U offer metric"
+        "ask tensor ask tensor F F ZERO B ZERO B offer cotangent F F LOSS B B offer cotangent "
+        "offer gradient ask parameter ARRIVE offer mark U offer metric"
     )
 
 

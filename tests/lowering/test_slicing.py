@@ -1,4 +1,6 @@
-"""Operations of replicated stages, drawn: who works on which examples, and what is cut, sent, joined and added up."""
+"""Operations of replicated stages, drawn: who works on which examples, and what is cut, sent,
+joined and added up.
+"""
 
 from dataclasses import replace
 
@@ -62,8 +64,10 @@ def lines(plan: Plan, batching: Batching = ALONG) -> list[str]:
 def test_two_replicas_hand_one_their_parts_and_get_theirs_back() -> None:
     found = lines(Plan.from_cuts([1, 2], devices=[(0, 1), 2]))
     assert [line for line in found if line.startswith(("F0", "CONCAT", "F1"))] == [
-        "F0: parameter 0, batch 0 examples 0:3 -> tensor 0 examples 0:3, residual 0 layer 0 examples 0:3 => 1 all",
-        "F0: parameter 0, batch 0 examples 3:6 -> tensor 0 examples 3:6, residual 0 layer 0 examples 3:6 => 1 all",
+        "F0: parameter 0, batch 0 examples 0:3 -> tensor 0 examples 0:3, residual 0 layer 0 "
+        "examples 0:3 => 1 all",
+        "F0: parameter 0, batch 0 examples 3:6 -> tensor 0 examples 3:6, residual 0 layer 0 "
+        "examples 3:6 => 1 all",
         "CONCAT1: tensor 0 examples 0:3, tensor 0 examples 3:6 -> tensor 0",
         "F1: parameter 1, tensor 0 -> tensor 1, residual 0 layer 1",
     ]
@@ -72,10 +76,10 @@ def test_two_replicas_hand_one_their_parts_and_get_theirs_back() -> None:
         "SLICE1: cotangent 0 -> cotangent 0 examples 3:6 => 0 3:6",
         "ZERO0:  -> gradient 0 layer 0 examples 0:3",
         "ZERO0:  -> gradient 0 layer 0 examples 3:6",
-        "B0: batch 0 examples 0:3, residual 0 layer 0 examples 0:3, cotangent 0 examples 0:3, gradient 0 layer 0 "
-        "examples 0:3 -> gradient 0 layer 0 examples 0:3",
-        "B0: batch 0 examples 3:6, residual 0 layer 0 examples 3:6, cotangent 0 examples 3:6, gradient 0 layer 0 "
-        "examples 3:6 -> gradient 0 layer 0 examples 3:6",
+        "B0: batch 0 examples 0:3, residual 0 layer 0 examples 0:3, cotangent 0 examples 0:3, "
+        "gradient 0 layer 0 examples 0:3 -> gradient 0 layer 0 examples 0:3",
+        "B0: batch 0 examples 3:6, residual 0 layer 0 examples 3:6, cotangent 0 examples 3:6, "
+        "gradient 0 layer 0 examples 3:6 -> gradient 0 layer 0 examples 3:6",
     ]
 
 
@@ -145,10 +149,16 @@ def test_sums_are_added_up_beside_the_last_backwards_where_these_have_let_go_of_
         told = [f"{r.kind}{r.layer} on {r.place}" for r in lowered.rows if r.kind in kinds]
         return ", ".join(told)
 
-    late = "B2 on 0, B2 on 1, B1 on 0, B1 on 1, B0 on 0, B0 on 1, REDUCE2 on {0}, REDUCE1 on {1}, REDUCE0 on {2}"
+    late = (
+        "B2 on 0, B2 on 1, B1 on 0, B1 on 1, B0 on 0, B0 on 1, REDUCE2 on {0}, REDUCE1 on {1}, "
+        "REDUCE0 on {2}"
+    )
     where = updating(SIX, plan, optimizer(1))
     assert rows(1) == late.format(where[2], where[1], where[0])
-    early = f"B1 on 1, REDUCE2 on {where[2]}, B0 on 0, B0 on 1, REDUCE1 on {where[1]}, REDUCE0 on {where[0]}"
+    early = (
+        f"B1 on 1, REDUCE2 on {where[2]}, B0 on 0, B0 on 1, REDUCE1 on {where[1]}, REDUCE0 on "
+        f"{where[0]}"
+    )
     assert rows(100) == f"B2 on 0, B2 on 1, B1 on 0, {early}"
 
 

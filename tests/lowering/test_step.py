@@ -1,4 +1,6 @@
-"""Lowered steps: every buffer is there when it is read and gone after its last use; copies go straight."""
+"""Lowered steps: every buffer is there when it is read and gone after its last use; copies go
+straight.
+"""
 
 from collections import Counter
 

@@ -1,4 +1,6 @@
-"""When swapped values go out, when their room is free, when they come back: drawn by hand for the first of 3 stages."""
+"""When swapped values go out, when their room is free, when they come back: drawn by hand for the
+first of 3 stages.
+"""
 
 from itertools import groupby
 

@@ -1,4 +1,6 @@
-"""The pieces of an optimizer as operations: what their slots stand for, and in which order they come."""
+"""The pieces of an optimizer as operations: what their slots stand for, and in which order they
+come.
+"""
 
 import jax
 import numpy as np

@@ -31,7 +31,9 @@ def shaken(shapes: Any) -> Any:
 
 
 def windows(x: np.ndarray, size: int, stride: int, fill: float) -> np.ndarray:
-    """[size, size, B, Y, X, C]: what each output sees at each offset, padded to keep the side but for strides."""
+    """[size, size, B, Y, X, C]: what each output sees at each offset, padded to keep the side but
+    for strides.
+    """
     pads = [(0, 0)]
     for n in x.shape[1:3]:
         total = max((-(-n // stride) - 1) * stride + size - n, 0)

@@ -18,7 +18,9 @@ KEY = quick_key(7)
 
 
 class Plain:
-    """The model written out in numpy: cells after the TensorFlow implementation, its operations by name."""
+    """The model written out in numpy: cells after the TensorFlow implementation, its operations by
+    name.
+    """
 
     def __init__(self, averages: Any = None) -> None:
         self.averages, self.path = averages, [""]

@@ -1,4 +1,6 @@
-"""Architecture search in a pipeline: the stream follows from seed and losses, whatever the cut; nothing is lost."""
+"""Architecture search in a pipeline: the stream follows from seed and losses, whatever the cut;
+nothing is lost.
+"""
 
 from itertools import groupby
 from typing import Any

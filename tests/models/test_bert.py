@@ -89,7 +89,9 @@ def test_tied_embedding_has_the_gradients_of_both_uses() -> None:
     along, h = np.random.default_rng(2).normal(size=embedding.shape), 1e-5
 
     def slope(lookup: float, projection: float) -> float:
-        """The loss's derivative along `along` where the lookup and the projection move at these speeds."""
+        """The loss's derivative along `along` where the lookup and the projection move at these
+        speeds.
+        """
         ends = (
             plain_loss(
                 wide, embedding + s * lookup * along, embedding + s * projection * along, batch

@@ -1,4 +1,6 @@
-"""Conversations are written out by a model's template, and what the assistant says in them is learned."""
+"""Conversations are written out by a model's template, and what the assistant says in them is
+learned.
+"""
 
 import json
 import re
@@ -33,8 +35,11 @@ TALK = [
     {"role": "assistant", "content": "<|x|> c"},
 ]
 WRITTEN = (
-    "<|start|>system\nBe kind.<|end|>\n<|start|>user\nassistant<|end|>\n<|start|>assistant\na<|end|>\n"
-    "<|start|>user\nb<|end|>\n<|start|>assistant\n<|x|> c<|end|>\n"
+    "<|start|>system\nBe kind.<|end|>\n"
+    "<|start|>user\nassistant<|end|>\n"
+    "<|start|>assistant\na<|end|>\n"
+    "<|start|>user\nb<|end|>\n"
+    "<|start|>assistant\n<|x|> c<|end|>\n"
 )
 
 

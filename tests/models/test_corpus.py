@@ -122,7 +122,8 @@ def test_prose_is_found_in_source_that_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(
         'raise SystemExit\n"""Not a docstring, although it reads like one, with a full stop."""\n'
         'class Thing:\n    """A thing that holds other things until they are wanted again.\n\n'
-        "    Parameters\n    ----------\n    x : int\n        How many things it may hold before it is full.\n"
+        "    Parameters\n    ----------\n    x : int\n        How many things it may hold before "
+        "it is full.\n"
         '    """\n    def __len__(self):\n        """Returns the number of things, which is never below zero."""\n'
         "        '\\d'\n"
     )

@@ -1,4 +1,6 @@
-"""What a name of a hub stands for: folders that are fetched, texts that are streamed and go on where they were."""
+"""What a name of a hub stands for: folders that are fetched, texts that are streamed and go on
+where they were.
+"""
 
 import json
 import types

@@ -1,4 +1,6 @@
-"""Adapters change nothing at first, are all that is trained, and can be added to what they adapt."""
+"""Adapters change nothing at first, are all that is trained, and can be added to what they
+adapt.
+"""
 
 from typing import Any
 

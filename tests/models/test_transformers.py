@@ -47,7 +47,9 @@ def logits_of_transformers(folder: Path, batch: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tuned_folder_has_our_logits(name: str, tmp_path: Path) -> None:
-    """Adapters far from zero are written into float32 tensors, and the logits are those of base and adapters apart."""
+    """Adapters far from zero are written into float32 tensors, and the logits are those of base and
+    adapters apart.
+    """
     base = shutil.copytree(WEIGHTS / name, tmp_path / "base")
     batch = {k: x for k, x in load_file(base / "logits.safetensors").items() if k != "logits"}
     (base / "logits.safetensors").unlink()

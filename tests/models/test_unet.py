@@ -1,4 +1,6 @@
-"""Sizes after torchgpipe's table, the loss of an image written out in numpy, and what its long skips cost."""
+"""Sizes after torchgpipe's table, the loss of an image written out in numpy, and what its long
+skips cost.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -87,7 +89,9 @@ def test_loss_is_that_of_a_plain_reference() -> None:
 
 
 def test_long_skips_go_straight() -> None:
-    """Four stages: down, down and bottom, up, up. Each sends what it made to whoever reads it, and nothing else."""
+    """Four stages: down, down and bottom, up, up. Each sends what it made to whoever reads it, and
+    nothing else.
+    """
     workload, batch, micro = load("unet", "tiny"), fake_masks(), 2
     names = [layer.name for layer in traced_layers(workload)]
     ends = [

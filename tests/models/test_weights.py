@@ -1,4 +1,6 @@
-"""Weights of transformers give the logits of transformers; `tests/data/make_weights.py` made them."""
+"""Weights of transformers give the logits of transformers; `tests/data/make_weights.py` made
+them.
+"""
 
 import json
 import shutil

@@ -28,7 +28,9 @@ def block(kept: int = 4, seconds: float = 3.0) -> LayerCost:
 
 
 def two_stages_s(problem: Problem) -> float:
-    """AdaPipe's T for two stages, of the best there is: its phases written out, all cuts and recomputation sets."""
+    """AdaPipe's T for two stages, of the best there is: its phases written out, all cuts and
+    recomputation sets.
+    """
     n = len(problem.costs.layers)
     best = float("inf")
     for _, cut, _ in cuts(problem):
@@ -113,7 +115,9 @@ def test_equal_stages_take_what_one_f_one_b_takes() -> None:
 
 
 def test_first_stages_recompute_and_get_fewer_layers() -> None:
-    """Under 1F1B the first stage holds most: it must compute much again, and takes fewer layers for it."""
+    """Under 1F1B the first stage holds most: it must compute much again, and takes fewer layers for
+    it.
+    """
     problem = chain([block()] * 24, 2, memory_limit_bytes=60)
     decision = adapipe(problem)
     assert decision.bounds == (0, 11, 24)
@@ -122,7 +126,9 @@ def test_first_stages_recompute_and_get_fewer_layers() -> None:
 
 
 def test_one_f_one_b_and_a_schedule_without_flush_differ() -> None:
-    """With one micro-batch more than stages, warm-up and ending count; in a stream only the slowest stage does."""
+    """With one micro-batch more than stages, warm-up and ending count; in a stream only the slowest
+    stage does.
+    """
     layers = [block(seconds=s) for s in (9.0, 3.0, 3.0, 6.0)]
     stream = chain(layers, 3, microbatches=4, schedule="pipedream")
     assert evaluate_decision(stream, adapipe(stream)).bottleneck_s == 9.0

@@ -32,7 +32,9 @@ def first_stage(
 
 
 def test_free_time_is_what_the_copies_leave() -> None:
-    """Two of three micro-batches in flight are others, 9 s each; behind the first layer lie two more, 3 s each."""
+    """Two of three micro-batches in flight are others, 9 s each; behind the first layer lie two
+    more, 3 s each.
+    """
     stage = first_stage([block(4), block(4), block(4)], 0, bytes_per_s=2.0)
     free = [free_time_s(stage, stage.changes.swaps(layer, KEEP)[0]) for layer in range(3)]
     assert free == [2 * 9 + 6 - 4, 2 * 9 + 3 - 4, 2 * 9 + 0 - 4]
@@ -55,7 +57,9 @@ def test_the_longest_free_time_is_swapped_first() -> None:
 
 
 def test_what_does_not_hide_in_its_free_time_is_not_swapped() -> None:
-    """24 bytes out and in take 27 s, of which the first two layers have 24 and 21; 4 bytes take 4.5 s of 18."""
+    """24 bytes out and in take 27 s, of which the first two layers have 24 and 21; 4 bytes take 4.5
+    s of 18.
+    """
     stage = first_stage([block(24), block(24), block(4)], 1, bytes_per_s=16 / 9)
     assert free_time_s(stage, stage.changes.swaps(0, KEEP)[0]) == pytest.approx(24 - 27)
     optimize(stage)
@@ -71,9 +75,11 @@ def test_recomputation_follows_when_the_link_is_full() -> None:
 
 
 def test_what_saves_most_per_second_comes_first_when_the_link_is_full() -> None:
-    """The first layer's swap takes 20 s of the stage's 24, the second's would take 6, for 6 copies of 6 bytes.
+    """The first layer's swap takes 20 s of the stage's 24, the second's would take 6, for 6 copies
+    of 6 bytes.
 
-    To compute the second again saves 8 copies of 6 bytes in 12 s; the first, of which 2 copies are left, 40 in 7 s.
+    To compute the second again saves 8 copies of 6 bytes in 12 s; the first, of which 2 copies are
+    left, 40 in 7 s.
     """
     stage = first_stage(
         [block(20, 7.0, backward_s=1.0), block(6, 12.0, backward_s=4.0)], 6 * 20 + 1, 2.0, stages=8

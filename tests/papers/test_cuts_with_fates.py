@@ -1,4 +1,6 @@
-"""The planners that choose cuts and fates together, vPipe's and DawnPiper's, against the best decisions there are."""
+"""The planners that choose cuts and fates together, vPipe's and DawnPiper's, against the best
+decisions there are.
+"""
 
 from collections.abc import Callable
 

@@ -17,7 +17,9 @@ from tests.planners.small import cuts, limited, problems
 
 
 def latency(stages: list[tuple[float, float, float]], m: int) -> float:
-    """Equations 1 to 3, letter by letter, of stages with F, B and AR; but for B_Q, which counts for Q itself."""
+    """Equations 1 to 3, letter by letter, of stages with F, B and AR; but for B_Q, which counts for
+    Q itself.
+    """
     steady = [(m - 1) * (f + b) for f, b, _ in stages]
     q = len(steady) - 1
     for s in reversed(range(len(steady))):
@@ -92,7 +94,8 @@ def test_plans_fit_and_are_near_the_least_latency(problem: Problem) -> None:
     decision = dapple(problem)
     check(problem, decision)
     assert every[decision.bounds] <= limit
-    # The program keeps one plan per (j, m). Of 300 random chains of 3 to 5 stages: 1.006 on average, 1.36 at worst.
+    # The program keeps one plan per (j, m). Of 300 random chains of 3 to 5 stages: 1.006 on
+    # average, 1.36 at worst.
     factor = 1.0 if problem.stages <= 2 else 1.5
     assert plan_latency(problem, decision.bounds) <= min(fitting) * factor * (1 + 1e-9)
 

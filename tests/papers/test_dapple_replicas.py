@@ -20,7 +20,9 @@ THREE = Cluster("three", GPU, 1, 3, network=Link(50.0))
 
 
 def chosen(policy: str, used: set[int], each: int, devices: int, m: int) -> tuple[int, ...]:
-    """The m devices that a policy picks, one after another, the lowest number of those that it likes as much."""
+    """The m devices that a policy picks, one after another, the lowest number of those that it
+    likes as much.
+    """
     begun, picked = {d // each for d in used}, list[int]()
     for _ in range(m):
         left = [d for d in range(devices) if d not in used and d not in picked]
@@ -42,7 +44,9 @@ def chosen(policy: str, used: set[int], each: int, devices: int, m: int) -> tupl
 def placements(
     counts: tuple[int, ...], each: int, devices: int
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yields the places of stages, under all compositions of the policies; the last stage has all that is left."""
+    """Yields the places of stages, under all compositions of the policies; the last stage has all
+    that is left.
+    """
     for policies in product(("fresh", "append", "scatter"), repeat=len(counts)):
         used, places = set[int](), []
         for policy, m in zip(policies, counts, strict=True):
@@ -146,7 +150,8 @@ def test_under_a_limit_plans_keep_it_or_there_is_none() -> None:
 
 
 def test_stages_with_large_activations_and_few_parameters_are_scattered() -> None:
-    # a stage on both machines sums gradients over the network once, and its activations stay inside machines
+    # a stage on both machines sums gradients over the network once, and its activations stay inside
+    # machines
     cluster = Cluster("two", GPU, 2, 2, peer=Link(1e4), network=Link(100.0))
     shapes = shapes_of(chain([layer(1.0, 5000)] * 2, [500]), cluster, 64, 25_000)
     path = dapple_replicas(LocalSegments(shapes), 4)

@@ -1,4 +1,6 @@
-"""Theorem 4.1's range, the binary recursion, and DawnPiper's decisions against the best there are."""
+"""Theorem 4.1's range, the binary recursion, and DawnPiper's decisions against the best there
+are.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +24,9 @@ def block(kept: int = 4, seconds: float = 3.0, recompute_s: float = 1.0) -> Laye
 
 
 def test_the_balanced_bounds_of_two_stages() -> None:
-    """Under 1F1B the first stage holds twice as much for each layer: 4 of 12 layers there are as much as 8 here."""
+    """Under 1F1B the first stage holds twice as much for each layer: 4 of 12 layers there are as
+    much as 8 here.
+    """
     search = BinaryPartition(Segments(chain([block()] * 12, 2)))
     assert search.compute_balanced(Halving(0, 12, 0, 1, 2)) == 6
     assert search.memory_balanced(Halving(0, 12, 0, 1, 2)) == 4
@@ -39,7 +43,9 @@ def test_the_balanced_bounds_of_groups_of_stages() -> None:
 
 
 def test_parameters_count_by_their_versions() -> None:
-    """PipeDream's first of two stages holds two versions and two micro-batches' activations: still 4 of 12."""
+    """PipeDream's first of two stages holds two versions and two micro-batches' activations: still
+    4 of 12.
+    """
     layer = LayerCost("block", 1.0, 2.0, (Option(4),), parameter_bytes=7)
     assert (
         BinaryPartition(Segments(chain([layer] * 12, 2, schedule="pipedream"))).memory_balanced(

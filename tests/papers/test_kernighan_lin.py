@@ -41,7 +41,8 @@ def branches(nests: int, size: int = 1) -> list[Edge]:
 def test_backbone_vertices_stay_and_nests_are_merged() -> None:
     problem = graph([1.0] * 13, branches(3), 2)
     total = Segments(problem).compute_s
-    # Layer 2 is passed by the edge 1 -> 3, layer 3 by 2 -> 4: a nest between the backbone vertices 1 and 4.
+    # Layer 2 is passed by the edge 1 -> 3, layer 3 by 2 -> 4: a nest between the backbone vertices
+    # 1 and 4.
     assert coarse_bounds(problem, range(14), total, 9.0) == [0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13]
 
 

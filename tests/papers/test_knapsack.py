@@ -65,7 +65,9 @@ def test_treatments_to_which_another_is_never_worse_are_left_out() -> None:
 
 
 def test_the_knapsack_is_not_greedy() -> None:
-    """12 bytes must go. What saves most per second, 10 bytes for 2.4 s, leaves 6 for 2 s; 6 and 6 take 4 s."""
+    """12 bytes must go. What saves most per second, 10 bytes for 2.4 s, leaves 6 for 2 s; 6 and 6
+    take 4 s.
+    """
     layers = [block(10, 2.4), block(6, 2.0), block(6, 2.0)]
     recomputation = Recomputation(Segments(limited(chain(layers, 1), 22 - 12)))
     assert recomputation.extra_s[0, 0, 3] == 4.0
@@ -73,7 +75,9 @@ def test_the_knapsack_is_not_greedy() -> None:
 
 
 def test_a_cap_on_the_working_bytes_may_pay() -> None:
-    """To compute the first layer again takes 20 bytes, more than it saves; the second costs more and takes none."""
+    """To compute the first layer again takes 20 bytes, more than it saves; the second costs more
+    and takes none.
+    """
     layers = [block(10, 1.0, working=20), block(10, 3.0)]
     recomputation = Recomputation(Segments(limited(chain(layers, 1), 12)))
     assert recomputation.extra_s[0, 0, 2] == 3.0
@@ -90,7 +94,9 @@ def test_caps_on_the_working_bytes_are_thinned() -> None:
 
 
 def test_bytes_are_rounded_up_to_quanta() -> None:
-    """Ten thousand quanta would be needed: the limit still holds, and at most a quantum per layer is lost."""
+    """Ten thousand quanta would be needed: the limit still holds, and at most a quantum per layer
+    is lost.
+    """
     layers = [block(10**6 + 7 * i + 1, 1.0 + i / 100) for i in range(40)]
     problem = limited(chain(layers, 1), 17_500_000)
     segments = Segments(problem)

@@ -1,4 +1,6 @@
-"""PipeDream's planner without replicas: the exact optimum for the slowest stage, under its memory."""
+"""PipeDream's planner without replicas: the exact optimum for the slowest stage, under its
+memory.
+"""
 
 import pytest
 from hypothesis import given, settings

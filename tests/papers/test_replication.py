@@ -76,7 +76,9 @@ def levels(problem: Problem) -> list[tuple[int, int, Link]]:
 def pipelines(
     problem: Problem, k: int, i: int, j: int, behind: Fraction
 ) -> Iterator[tuple[float, Stages, int]]:
-    """Every pipeline for layers [i, j) over a part of level k: slowest seconds, stages, bytes of the fullest device."""
+    """Every pipeline for layers [i, j) over a part of level k: slowest seconds, stages, bytes of
+    the fullest device.
+    """
     if k == 0:
         count = math.ceil(1 + behind)
         same = replace(problem, cluster=None)

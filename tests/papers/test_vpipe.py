@@ -42,7 +42,9 @@ def test_nothing_is_done_where_everything_fits() -> None:
 
 
 def test_swaps_fill_the_link_and_recomputation_does_the_rest() -> None:
-    """A swap takes 6 bytes out and in, 4 seconds, and saves 3 of 5 copies; the stage computes for 12."""
+    """A swap takes 6 bytes out and in, 4 seconds, and saves 3 of 5 copies; the stage computes for
+    12.
+    """
     host = Link(3.0)
     assert first_stage([block()] * 4, 18, host).choices.count(SWAP) == 1
     assert first_stage([block()] * 4, 3 * 18, host).choices.count(SWAP) == 3
@@ -52,7 +54,9 @@ def test_swaps_fill_the_link_and_recomputation_does_the_rest() -> None:
 
 
 def test_activation_traffic_comes_first_on_the_link() -> None:
-    """With 4 of the 12 seconds taken by what crosses the bounds, two swaps are hidden and not three."""
+    """With 4 of the 12 seconds taken by what crosses the bounds, two swaps are hidden and not
+    three.
+    """
     stage = first_stage([block()] * 4, 3 * 18, Link(3.0), traffic_s=4.0)
     assert sorted(stage.choices) == [KEEP, SWAP, SWAP, RECOMPUTE]
 
@@ -87,13 +91,16 @@ def test_a_layer_leaves_the_stage_that_recomputation_makes_slowest() -> None:
     before = initial_bounds(Segments(problem))
     assert before == (0, 12, 24)
     decision = vpipe(problem)
-    # 12 layers, of which 5 run again, took 41 seconds, and 12 others 36: eleven take 33 + 4, thirteen 39.
+    # 12 layers, of which 5 run again, took 41 seconds, and 12 others 36: eleven take 33 + 4,
+    # thirteen 39.
     assert decision.bounds == (0, 11, 24)
     assert evaluate_decision(problem, decision).bottleneck_s == 39.0
 
 
 def test_a_layer_passes_through_a_neighbor_that_is_as_slow() -> None:
-    """The second stage may not keep both of its layers and the third's one is light: the layer ripples through."""
+    """The second stage may not keep both of its layers and the third's one is light: the layer
+    ripples through.
+    """
     layers = [block(4, seconds=3.0) for _ in range(9)]
     problem = chain(layers, 3, memory_limit_bytes=10**6)
     assert vpipe(problem).bounds == (0, 3, 6, 9)
@@ -115,7 +122,9 @@ def best_cut_s(layers: list[LayerCost], stages: int) -> float:
 
 
 def test_memory_alone_moves_layers() -> None:
-    """Balanced seconds would put six layers of which nothing can be saved on the first stage; four fit."""
+    """Balanced seconds would put six layers of which nothing can be saved on the first stage; four
+    fit.
+    """
     layer = LayerCost("block", 1.0, 2.0, (Option(0),), input_bytes=8)
     problem = chain([layer] * 12, 2, memory_limit_bytes=2 * 4 * 8 + 2)
     assert vpipe(problem).bounds == (0, 4, 12)

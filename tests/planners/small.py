@@ -49,7 +49,9 @@ def layers(draw: st.DrawFn, name: str) -> LayerCost:
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Checked annotations look at random elements, which hypothesis does not allow inside strategies."""
+    """Checked annotations look at random elements, which hypothesis does not allow inside
+    strategies.
+    """
     state = random.getstate()
     yield
     random.setstate(state)
@@ -124,7 +126,9 @@ def cuts(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def best_bottleneck_s(problem: Problem, swap: bool = True, apart: bool = False) -> float:
-    """The slowest stage's seconds at its best, over all cuts and choices that fit; infinite if none does."""
+    """The slowest stage's seconds at its best, over all cuts and choices that fit; infinite if none
+    does.
+    """
 
     @cache
     def best_s(s: int, i: int, j: int) -> float:
@@ -146,7 +150,8 @@ def fitting(
 ) -> list[tuple[StageCost, tuple[int, ...]]]:
     """Costs and choices of all that fits on stage s with layers [i, j).
 
-    What the busiest layer works with is taken `apart` from all that is held, as AdaPipe counts, or as it is.
+    What the busiest layer works with is taken `apart` from all that is held, as AdaPipe counts, or
+    as it is.
     """
     n = len(problem.costs.layers)
     free = [
@@ -171,7 +176,9 @@ def fitting(
 
 
 def works_with(problem: Problem, i: int, j: int, choices: Sequence[int]) -> tuple[int, int]:
-    """The most that a layer of [i, j) works with, and the most beyond what the layers after it leave; no runs."""
+    """The most that a layer of [i, j) works with, and the most beyond what the layers after it
+    leave; no runs.
+    """
     most = beyond = left = 0
     for at in reversed(range(i, j)):
         layer, choice = problem.costs.layers[at], choices[at]
@@ -219,7 +226,9 @@ def large(schedule: str, fraction: float) -> Problem:
 
 
 def checked_bottleneck_s(planner: Callable[[Problem], Decision], problem: Problem) -> float | None:
-    """The slowest stage's seconds of a decision that fits; None if there is none: then the limit named would do."""
+    """The slowest stage's seconds of a decision that fits; None if there is none: then the limit
+    named would do.
+    """
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = error = None

@@ -16,7 +16,9 @@ A = Array("", (2,), "float32", 8)
 
 
 def chain() -> LayerGraph:
-    """Four layers, each with two candidates, each reading the one before; two of them share a name."""
+    """Four layers, each with two candidates, each reading the one before; two of them share a
+    name.
+    """
     names = ["embed", "blocks/0/attention", "blocks/0/mlp", "blocks/0/mlp"]
     candidates = tuple(Array(name, (2,), "float32", 8) for name in ("dot_0", "dot_1"))
     layers = tuple(

@@ -6,7 +6,10 @@ import pytest
 
 from jvpipe.profiles.graph_file import read_graph
 
-NODE = "node1 -- Add -- forward_compute_time=1, backward_compute_time=2, activation_size=8, parameter_size=4"
+NODE = (
+    "node1 -- Add -- forward_compute_time=1, backward_compute_time=2, activation_size=8, "
+    "parameter_size=4"
+)
 JSON = '{"maxSizePerFPGA": 9, "maxFPGAs": 1, "nodes": [{"id": 3, "fpgaLatency": 1, "size": 1, "isBackwardNode": 0}]'
 
 

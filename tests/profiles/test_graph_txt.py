@@ -36,8 +36,9 @@ def node(number: int | str, **fields: str) -> str:
 
 def test_a_node_becomes_a_layer_that_may_keep_swap_or_recompute() -> None:
     costs = read_graph_txt(
-        "node4 -- Conv2d(3, 64, kernel_size=(3, 3)) -- forward_compute_time=22.0, backward_compute_time=24.5, "
-        "activation_size=[100.0; 20.0; 3.0], parameter_size=7.000 -- stage_id=3",
+        "node4 -- Conv2d(3, 64, kernel_size=(3, 3)) -- forward_compute_time=22.0, "
+        "backward_compute_time=24.5, activation_size=[100.0; 20.0; 3.0], parameter_size=7.000 -- "
+        "stage_id=3",
         "graph.txt",
     ).costs
     (layer,) = costs.layers
@@ -184,7 +185,9 @@ DESCRIPTIONS = st.text(
 def graphs(
     draw: st.DrawFn,
 ) -> tuple[dict[int, tuple[str, int, int, list[int], int]], set[tuple[int, int]]]:
-    """Nodes (description, forward ms, backward ms, activations, parameters) and edges to higher numbers."""
+    """Nodes (description, forward ms, backward ms, activations, parameters) and edges to higher
+    numbers.
+    """
     amount = st.integers(0, 10**12)
     numbers = draw(st.lists(st.integers(0, 99), min_size=1, max_size=8, unique=True))
     descriptions = DESCRIPTIONS.filter(lambda d: d.strip() == d and not d.startswith("Input"))
@@ -199,8 +202,9 @@ def graphs(
 def test_what_was_written_is_read(graph: tuple[dict, set[tuple[int, int]]], random: Random) -> None:
     nodes, edges = graph
     lines = [
-        f"node{n} -- {name} -- forward_compute_time={f}, backward_compute_time={b}, activation_size="
-        f"{a[0] if len(a) == 1 else '[' + '; '.join(map(str, a)) + ']'}, parameter_size={p}"
+        f"node{n} -- {name} -- forward_compute_time={f}, backward_compute_time={b}, "
+        f"activation_size={a[0] if len(a) == 1 else '[' + '; '.join(map(str, a)) + ']'}, "
+        f"parameter_size={p}"
         for n, (name, f, b, a, p) in nodes.items()
     ]
     lines += [f"\tnode{a} -- node{b}" for a, b in edges]

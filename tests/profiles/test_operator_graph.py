@@ -1,5 +1,5 @@
-"""Graphs of operators as the format's authors write them: colors whose members lie far apart, backward operators
-that have no forward, and what the format says that a split costs.
+"""Graphs of operators as the format's authors write them: colors whose members lie far apart,
+backward operators that have no forward, and what the format says that a split costs.
 """
 
 import json
@@ -20,9 +20,10 @@ Raw = dict[str, Any]
 
 
 def operator_graph(blocks: int, seed: int = 0) -> Raw:
-    """A model in training: each block is a product, its weight (an operator that is numbered before all others), a
-    norm, and a sum with the block's input; the gradients of that input are summed by an operator of no color. The loss
-    is a backward operator, as exporters write it, of a color of its own. A gradient is as large as its value.
+    """A model in training: each block is a product, its weight (an operator that is numbered before
+    all others), a norm, and a sum with the block's input; the gradients of that input are summed by
+    an operator of no color. The loss is a backward operator, as exporters write it, of a color of
+    its own. A gradient is as large as its value.
     """
     rng = random.Random(seed)
     nodes: list[Raw] = []
@@ -65,7 +66,9 @@ def operator_graph(blocks: int, seed: int = 0) -> Raw:
 
 
 def loads_ms(raw: Raw, split: Sequence[Sequence[int]]) -> list[float]:
-    """What the format says that each device is loaded with: its nodes, and what it sends and what comes, each once."""
+    """What the format says that each device is loaded with: its nodes, and what it sends and what
+    comes, each once.
+    """
     color = {n["id"]: n.get("colorClass", -1 - n["id"]) for n in raw["nodes"]}
     device_of_color = {color[node]: d for d, nodes in enumerate(split) for node in nodes}
     device = {node: device_of_color[color[node]] for node in color}

@@ -1,4 +1,6 @@
-"""Layers in two programs are told from layers in one by their bits: equal ones, and ones that differ on purpose."""
+"""Layers in two programs are told from layers in one by their bits: equal ones, and ones that
+differ on purpose.
+"""
 
 from typing import Any
 

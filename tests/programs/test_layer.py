@@ -1,4 +1,6 @@
-"""The layers of a graph, run one by one, against plain JAX; and the same bits whatever their forwards keep."""
+"""The layers of a graph, run one by one, against plain JAX; and the same bits whatever their
+forwards keep.
+"""
 
 import random
 from collections.abc import Callable, Collection
@@ -66,7 +68,9 @@ def some(seed: int) -> Kept:
 
 
 def plain(case: Case) -> tuple[Any, Any, Any, Any]:
-    """Loss, gradients, new state and aux without jvpipe; the gradients of a weighted loss are those of its total."""
+    """Loss, gradients, new state and aux without jvpipe; the gradients of a weighted loss are those
+    of its total.
+    """
     key = None if case.rng is None else jax.random.fold_in(jax.random.fold_in(case.rng, 0), 0)
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -111,7 +115,9 @@ APART = (
     "unused",
     "chained-keys",
 )
-"""Each with something that the others lack; whole models are compared in tests/end_to_end/test_exactness.py."""
+"""Each with something that the others lack; whole models are compared in
+tests/end_to_end/test_exactness.py.
+"""
 
 
 @pytest.mark.parametrize("name", grid(APART, "three-readers", "cond", "custom-rules", "unused"))

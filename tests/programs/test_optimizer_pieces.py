@@ -16,7 +16,8 @@ from jvpipe.programs.optimizer_trace import match_paths
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from tests.grid import grid
 
-# Four layers, 1 and 2 are alike; the leaves of the tree are not in their order. Two layers read `embed`.
+# Four layers, 1 and 2 are alike; the leaves of the tree are not in their order. Two layers read
+# `embed`.
 OWNERS = [1, 1, 2, 2, 0, 3, 3]
 READERS = [1, 1, 1, 1, 2, 1, 1]
 MICROBATCHES = 2
@@ -55,7 +56,9 @@ def cut(optimizer: Any, params: Any = PARAMS, **options: Any) -> OptimizerCut:
 
 
 class Interpreter:
-    """Runs pieces one after another, operation by operation; if they are compiled, what a piece donates is gone."""
+    """Runs pieces one after another, operation by operation; if they are compiled, what a piece
+    donates is gone.
+    """
 
     def __init__(
         self,
@@ -405,7 +408,9 @@ def test_a_small_value_of_one_layer_goes_to_all() -> None:
 
 
 def make_loop(mixes: bool) -> optax.GradientTransformation:
-    """A loop over the whole tree, with a counter and a factor that all leaves share, and a value that nobody reads."""
+    """A loop over the whole tree, with a counter and a factor that all leaves share, and a value
+    that nobody reads.
+    """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def body(_: Any, carry: Any) -> Any:

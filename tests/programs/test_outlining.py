@@ -34,7 +34,9 @@ def names(body: Body) -> dict[str, list[list[str]]]:
 
 
 def test_a_value_that_several_calls_need_is_made_once() -> None:
-    """A normalized row is read by three products; its transpose is made by each product that wants it."""
+    """A normalized row is read by three products; its transpose is made by each product that wants
+    it.
+    """
 
     def loss_fn(params: Any, x: jax.Array, rng: Any) -> jax.Array:
         row = normalized(x)

@@ -1,4 +1,6 @@
-"""Pieces of an optimizer: what they take, what they may overwrite, which of them share a program."""
+"""Pieces of an optimizer: what they take, what they may overwrite, which of them share a
+program.
+"""
 
 import jax
 import numpy as np

@@ -1,4 +1,6 @@
-"""A scan over several layers' values is split into one per layer, where its body does not mix them."""
+"""A scan over several layers' values is split into one per layer, where its body does not mix
+them.
+"""
 
 from collections.abc import Callable
 from typing import Any

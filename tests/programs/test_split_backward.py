@@ -1,4 +1,6 @@
-"""Backwards in halves: the bits of the whole, no product twice, and which backwards are no halves at all."""
+"""Backwards in halves: the bits of the whole, no product twice, and which backwards are no halves
+at all.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,7 +35,9 @@ Arrays = list[np.ndarray]
 
 
 def run(program: Program, arrays: Arrays) -> Arrays:
-    """The results of a program, without its mark; its inputs are copied, for it may overwrite them."""
+    """The results of a program, without its mark; its inputs are copied, for it may overwrite
+    them.
+    """
     (executable,) = shared_store().compile([(program, jax.devices()[0])])
     return [np.asarray(x) for x in executable(*map(np.array, arrays))[:-1]]
 

@@ -27,7 +27,9 @@ def words(path: Path) -> str:
 
 
 def sends_by_row(path: Path) -> np.ndarray:
-    """How many marks in the color of sends each row of pixels has, between the labels and the legend."""
+    """How many marks in the color of sends each row of pixels has, between the labels and the
+    legend.
+    """
     dark = 1 - plt.imread(path)[:, 100:1380, :3]
     ink = 1 - np.asarray(to_rgb(KINDS[Kind.SEND].look[1]))
     share = dark @ ink / (ink @ ink)

@@ -1,4 +1,6 @@
-"""A metric that is still to come is used like an array, and says who is lost only where it is read."""
+"""A metric that is still to come is used like an array, and says who is lost only where it is
+read.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,6 @@
-"""The controller runs rows in their order, counts their bytes, and names the row that failed first."""
+"""The controller runs rows in their order, counts their bytes, and names the row that failed
+first.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""A late copy holds up its own device, whoever sends to it, and whoever waits for its results; nobody else."""
+"""A late copy holds up its own device, whoever sends to it, and whoever waits for its results;
+nobody else.
+"""
 
 from collections.abc import Container, Sequence
 from typing import Any
@@ -115,7 +117,9 @@ def test_each_device_keeps_its_order(monkeypatch: pytest.MonkeyPatch, ready_afte
 def test_nothing_is_dropped_before_all_that_moves_has_arrived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Layers change places; what comes to device 0 is late. Of another device's swap nobody has to wait."""
+    """Layers change places; what comes to device 0 is late. Of another device's swap nobody has to
+    wait.
+    """
     rows = [
         row(Kind.MOVE, 0, (0,), (2,), -1),
         row(Kind.MOVE, 1, (1,), (3,), -1),

@@ -1,4 +1,6 @@
-"""A failure names its stage, task, micro-batch and step, two steps later at most; after a restore it is forgotten."""
+"""A failure names its stage, task, micro-batch and step, two steps later at most; after a restore
+it is forgotten.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,7 +78,9 @@ def guarded_updates() -> optax.GradientTransformation:
 
 
 def batch(step: int, *flags: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The batch of a step; flags are (micro-batch, whether its forward or its backward is to fail: 0 or 1)."""
+    """The batch of a step; flags are (micro-batch, whether its forward or its backward is to fail:
+    0 or 1).
+    """
     x = np.random.default_rng(step).normal(size=(2 * MICRO, D)).astype(np.float32)
     marked = np.zeros((2 * MICRO, 2), np.float32)
     for m, kind in flags:
@@ -113,7 +117,9 @@ def bits(pipe: jvpipe.Pipeline, state: jvpipe.State) -> list[np.ndarray]:
 
 
 def told(pipe: jvpipe.Pipeline, state: jvpipe.State, batches: Sequence[Any], late: int) -> str:
-    """The error of a run whose first batch fails: it is told in that call or at most so many later."""
+    """The error of a run whose first batch fails: it is told in that call or at most so many
+    later.
+    """
     with pytest.raises(jvpipe.StageError) as error:
         advanced(pipe, state, batches[: 1 + late])
     return str(error.value)

@@ -76,7 +76,8 @@ def test_the_first_part_that_differs_is_named_with_both_processes() -> None:
     assert all(isinstance(error, Disagreement) for error in told)
     assert (
         str(told[0])
-        == "options differ between processes: b is 'it is 0' in process 0 and 'it is 1' in process 1"
+        == "options differ between processes: b is 'it is 0' in process 0 and 'it is 1' in "
+        "process 1"
     )
 
 
@@ -141,7 +142,9 @@ def test_who_says_nothing_is_named() -> None:
 
 
 def test_a_first_process_that_hears_nothing_is_named() -> None:
-    """As the store does that lies with a process which is stopped, it keeps whoever tells it something."""
+    """As the store does that lies with a process which is stopped, it keeps whoever tells it
+    something.
+    """
 
     class Stopped(Store):
         def key_value_set(self, key: str, value: str) -> None:

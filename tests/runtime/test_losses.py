@@ -1,4 +1,6 @@
-"""Losses that are no numbers are told, and take nothing away: neither a state nor what an optimizer is there for."""
+"""Losses that are no numbers are told, and take nothing away: neither a state nor what an optimizer
+is there for.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,9 @@ class Scale(NamedTuple):
 
 
 def loss_scaled(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Dynamic loss scaling: where a gradient is not finite the update is left out and the scale halved."""
+    """Dynamic loss scaling: where a gradient is not finite the update is left out and the scale
+    halved.
+    """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         finite = jnp.isfinite(optax.tree.norm(updates))

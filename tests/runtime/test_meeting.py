@@ -1,4 +1,6 @@
-"""The meeting of processes, each in a thread: who comes, who is refused, and whom strangers hold up."""
+"""The meeting of processes, each in a thread: who comes, who is refused, and whom strangers hold
+up.
+"""
 
 import asyncio
 import hashlib
@@ -78,8 +80,8 @@ def test_whatever_differs_is_named_in_both(capsys: pytest.CaptureFixture[str]) -
     with room(2) as here:
         told = refusal(here.come(1, differing(("--seed", "1"), ("--steps", "7"))))
         assert refusal(here.first) == (
-            "the processes were not given the same: --seed is '0' in process 0 and '1' in process 1; "
-            "--steps is '100' in process 0 and '7' in process 1"
+            "the processes were not given the same: --seed is '0' in process 0 and '1' in process "
+            "1; --steps is '100' in process 0 and '7' in process 1"
         )
     assert told == (
         "the processes were not given the same: --seed is '1' in process 1 and '0' in process 0; "

@@ -1,4 +1,6 @@
-"""Layers move while training runs: no value changes, every byte is counted, what fails leaves the state whole."""
+"""Layers move while training runs: no value changes, every byte is counted, what fails leaves the
+state whole.
+"""
 
 import base64
 import random
@@ -120,7 +122,9 @@ def test_moves_at_any_moment_change_no_bit(name: str, schedule: str) -> None:
 
 @pytest.mark.usefixtures("copies_never_late")
 def test_the_last_loss_may_be_that_of_a_micro_batch_of_the_plan_before() -> None:
-    """All forwards of one stage come before the last forward of three, where the loss is elsewhere."""
+    """All forwards of one stage come before the last forward of three, where the loss is
+    elsewhere.
+    """
     m = CASES["with-aux"]()
     pipe, state = started(m, 1)
     layers = len(pipe.session.graph.layers)
@@ -229,7 +233,9 @@ def broken(migration: Migration, at: int) -> Migration:
 
 
 def moments(migration: Migration) -> list[int]:
-    """The rows at which a migration may fail: the first and the last of each kind that it has to do with."""
+    """The rows at which a migration may fail: the first and the last of each kind that it has to do
+    with.
+    """
     rows = [it.row for it in migration.bound.instructions]
     found = {kind: [i for i, row in enumerate(rows) if row.kind == kind] for kind in MOVING}
     return sorted({i for kind in found.values() for i in (*kind[:1], *kind[-1:])})
@@ -238,7 +244,9 @@ def moments(migration: Migration) -> list[int]:
 @pytest.mark.usefixtures("copies_never_late")
 @pytest.mark.parametrize("how", ["inside", "between", "by host"])
 def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
-    """From the state as it was; that of the error, if values had left; from the checkpoint, if the update had begun."""
+    """From the state as it was; that of the error, if values had left; from the checkpoint, if the
+    update had begun.
+    """
     m, here = CASES["unused"](), jvpipe.Plan.from_cuts([2, 2])
     there = jvpipe.Plan.from_cuts([2, 2], devices=[1, 0])
     pipe, state = started(m, here)
@@ -290,7 +298,9 @@ def test_wherever_a_move_fails_the_run_goes_on(how: str, tmp_path: Any) -> None:
 
 
 class Answering(Store):
-    """Another process, which says what this one says, but that it fails at the copies as long as it `fails`."""
+    """Another process, which says what this one says, but that it fails at the copies as long as it
+    `fails`.
+    """
 
     fails = True
 

@@ -1,4 +1,6 @@
-"""Layers move while a stream flows: its ledger replays to the bit, no weights are staler than the rule of the stage."""
+"""Layers move while a stream flows: its ledger replays to the bit, no weights are staler than the
+rule of the stage.
+"""
 
 import random
 from pathlib import Path
@@ -44,7 +46,9 @@ def run(
     steps: int = STEPS,
     **options: Any,
 ) -> tuple[jvpipe.Pipeline, jvpipe.State, list[float]]:
-    """A stream whose plan changes at these (step, micro-batch); a plan may be a function of the pipeline."""
+    """A stream whose plan changes at these (step, micro-batch); a plan may be a function of the
+    pipeline.
+    """
     pipe, batches = pipeline(m, stages, schedule, **options), batches_of(m, steps)
     state = pipe.init(m.params, batches[0], key_of(m), m.state)
     losses = []
@@ -90,7 +94,9 @@ def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:
 
 
 def lawful(pipe: jvpipe.Pipeline, name: str) -> None:
-    """No forward reads older weights than its stage's rule; S micro-batches after a change, none reads newer ones."""
+    """No forward reads older weights than its stage's rule; S micro-batches after a change, none
+    reads newer ones.
+    """
     schedule = find_schedule(SCHEDULES[name])
     moments = [(c.step * MICRO + c.microbatch, c.new) for c in pipe.session.history]
     plans = [(0, pipe.session.history[0].old), *moments]

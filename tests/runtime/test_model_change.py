@@ -330,7 +330,9 @@ def test_a_model_is_compiled_ahead_in_the_background() -> None:
 def test_an_unseen_model_of_known_layers_compiles_nothing_but_a_norm_over_all(
     optimizer: Any, programs: int
 ) -> None:
-    """Whatever its number of layers and wherever they are cut; the norm is compiled once for each device."""
+    """Whatever its number of layers and wherever they are cut; the norm is compiled once for each
+    device.
+    """
     pipe, state = started(optimizer=optimizer)
     pipe.precompile(loss_of(B), params_of(B))
     names: Names = ("c", "x", "a", "q", "b", "r", "d", "y")

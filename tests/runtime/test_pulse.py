@@ -1,4 +1,6 @@
-"""Who is alive is heard; who stops is silent, who was never heard is not missed, and strangers do not count."""
+"""Who is alive is heard; who stops is silent, who was never heard is not missed, and strangers do
+not count.
+"""
 
 import socket
 import time

@@ -1,4 +1,6 @@
-"""The ledger of versions: what it tells of layers and micro-batches is what was recorded, from any number of steps."""
+"""The ledger of versions: what it tells of layers and micro-batches is what was recorded, from any
+number of steps.
+"""
 
 import json
 
@@ -12,7 +14,9 @@ from jvpipe.runtime.engine.versions import Reads, VersionLedger
 
 
 def stream(layers: int, steps: int, late: int, micro: int, every: int) -> VersionLedger:
-    """Steps of a stream in which backwards run `late` micro-batches after their forwards, an update after `every`."""
+    """Steps of a stream in which backwards run `late` micro-batches after their forwards, an update
+    after `every`.
+    """
     ledger = VersionLedger()
     for step in range(steps):
         uses = []

@@ -1,4 +1,6 @@
-"""Lists that a plan holds: read as they were written, and placed as the schedule that they come from."""
+"""Lists that a plan holds: read as they were written, and placed as the schedule that they come
+from.
+"""
 
 import pytest
 

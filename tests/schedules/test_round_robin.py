@@ -1,4 +1,6 @@
-"""Stages whose devices take turns: the lists drawn, that all devices are busy under them, and what is refused."""
+"""Stages whose devices take turns: the lists drawn, that all devices are busy under them, and what
+is refused.
+"""
 
 from itertools import product
 

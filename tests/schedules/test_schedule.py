@@ -1,4 +1,6 @@
-"""What every schedule says of itself: what it holds, how many stages and layers it needs, and what it refuses."""
+"""What every schedule says of itself: what it holds, how many stages and layers it needs, and what
+it refuses.
+"""
 
 import logging
 from pathlib import Path
@@ -91,7 +93,7 @@ def test_few_microbatches_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
         assert not caplog.messages
         find_schedule("1f1b").warn_of_idle(4, 1)
     assert caplog.messages == [
-        "1 micro-batch leaves 4 devices idle for about 75% of a step under 1f1b: use microbatches=4 or more, "
-        "unless the loss compares the examples of a batch (contrastive losses, batch norm), which with smaller "
-        "micro-batches is another loss"
+        "1 micro-batch leaves 4 devices idle for about 75% of a step under 1f1b: use "
+        "microbatches=4 or more, unless the loss compares the examples of a batch (contrastive "
+        "losses, batch norm), which with smaller micro-batches is another loss"
     ]

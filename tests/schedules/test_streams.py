@@ -1,4 +1,6 @@
-"""The asynchronous families: their pictures, their rules, what they hold, and the options that they refuse."""
+"""The asynchronous families: their pictures, their rules, what they hold, and the options that they
+refuse.
+"""
 
 import pytest
 

@@ -1,7 +1,8 @@
-"""A second simulator of stages, to compare with: it watches a clock tick. Seconds are whole numbers.
+"""A second simulator of stages, to compare with: it watches a clock tick. Seconds are whole
+numbers.
 
-Each tick, devices start the next task of their list when what it needs is there; transfers that became ready join the
-queue of each of their links, and start when they are first in all of them.
+Each tick, devices start the next task of their list when what it needs is there; transfers that
+became ready join the queue of each of their links, and start when they are first in all of them.
 """
 
 from collections.abc import Sequence

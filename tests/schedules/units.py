@@ -1,7 +1,8 @@
-"""A clock for lists per device: when each task runs if a device's F, I and W take so long, and what is held meanwhile.
+"""A clock for lists per device: when each task runs if a device's F, I and W take so long, and what
+is held meanwhile.
 
-The chunks of a device share its seconds; backwards are whole on all of them, or in halves. It knows nothing of how
-lists are made, and shares no code with the simulator.
+The chunks of a device share its seconds; backwards are whole on all of them, or in halves. It knows
+nothing of how lists are made, and shares no code with the simulator.
 """
 
 import re
@@ -18,7 +19,9 @@ TICKS = 12
 
 @dataclass
 class Clock:
-    """Runs the lists of `devices` at once, a list each, whose stages are so many `chunks` of a device."""
+    """Runs the lists of `devices` at once, a list each, whose stages are so many `chunks` of a
+    device.
+    """
 
     lists: TaskLists
     chunks: int
@@ -63,7 +66,9 @@ class Clock:
         return Fraction(max(last - first for first, last in ran), TICKS)
 
     def peaks(self, between: Fraction | int = 1) -> list[Fraction]:
-        """What each device holds at most, in micro-batches of a device; `between` is that which W needs after I."""
+        """What each device holds at most, in micro-batches of a device; `between` is that which W
+        needs after I.
+        """
         return [_peak(tasks, Fraction(between), self.chunks) for tasks in self.lists]
 
 
@@ -111,7 +116,9 @@ def table(lists: str) -> list[str]:
 
 
 def checked_order(lists: TaskLists, chunks: int, microbatches: int) -> None:
-    """Asserts that each stage runs each kind in ascending order, on one device, and that a clock gets through."""
+    """Asserts that each stage runs each kind in ascending order, on one device, and that a clock
+    gets through.
+    """
     seen: dict[tuple[int, str], list[int]] = {}
     places: dict[int, set[int]] = {}
     for d, tasks in enumerate(lists):

@@ -195,7 +195,9 @@ def test_off_is_off_and_what_the_user_moves_stays(devices: Devices) -> None:
 
 
 def test_real_seconds_are_read_beside_a_run() -> None:
-    """Nothing is made up here, so it is not known what moves; the run goes on and its values are right."""
+    """Nothing is made up here, so it is not known what moves; the run goes on and its values are
+    right.
+    """
     m = CASES["mlp"]()
     pipe = pipeline(m, HOME)
     state = pipe.init(m.params, batch_of(m, MICRO), None)

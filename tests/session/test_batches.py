@@ -1,4 +1,6 @@
-"""Batches of any type that a device can take are split and reach their layer; what cannot be a batch is named."""
+"""Batches of any type that a device can take are split and reach their layer; what cannot be a
+batch is named.
+"""
 
 from typing import Any
 
@@ -138,7 +140,8 @@ def test_a_batch_leaf_of_any_type_reaches_its_layer(dtype: Any) -> None:
         (np.ones(8, ">f4"), "batch leaf 'extra' is of type ndarray >f4, which no device has"),
         (
             0.5,
-            "batch leaf 'extra' is a scalar: every leaf needs a leading batch axis, so let the loss capture it",
+            "batch leaf 'extra' is a scalar: every leaf needs a leading batch axis, so let the "
+            "loss capture it",
         ),
         ([0.5] * 8, "batch leaf 'extra/0' is a scalar.*; make one array of a list of numbers"),
     ],

@@ -1,4 +1,6 @@
-"""How many devices each stage of a pipeline has is decided, and one each where there can be no more."""
+"""How many devices each stage of a pipeline has is decided, and one each where there can be no
+more.
+"""
 
 from typing import Any
 

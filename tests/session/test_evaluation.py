@@ -1,4 +1,6 @@
-"""An evaluation computes the loss, of the state's parameters or of others, and leaves everything as it was."""
+"""An evaluation computes the loss, of the state's parameters or of others, and leaves everything as
+it was.
+"""
 
 import jax
 import numpy as np

@@ -1,4 +1,6 @@
-"""A plan from shapes alone is what the command prints, and its peak is what a run under it holds."""
+"""A plan from shapes alone is what the command prints, and its peak is what a run under it
+holds.
+"""
 
 import json
 import math

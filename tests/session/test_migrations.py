@@ -60,8 +60,8 @@ def test_one_that_is_due_between_steps_is_made_and_told() -> None:
     (change,) = after.history
     assert (change.how, change.why, change.layers) == ("between", "for a test", ((1, 0, 1),))
     assert str(change) == (
-        f"step 0, micro-batch 0: for a test; cuts [2, 1] to [1, 2], {change.moved_bytes:,} bytes moved between; "
-        "layers 1 from 0 to 1"
+        f"step 0, micro-batch 0: for a test; cuts [2, 1] to [1, 2], {change.moved_bytes:,} bytes "
+        "moved between; layers 1 from 0 to 1"
     )
     assert pipe.plan.cuts == THERE.cuts
     assert isinstance(pipe.step(state, BATCH)[0], jvpipe.State)
@@ -78,7 +78,9 @@ def test_a_run_forgets_what_was_to_come_and_what_has_been(caplog: pytest.LogCapt
 
 
 def test_a_loss_that_the_last_stage_before_a_move_makes_last_is_told_from_where_it_is() -> None:
-    """All forwards of gpipe come first: those through the stages before end after those that the new one has alone."""
+    """All forwards of gpipe come first: those through the stages before end after those that the
+    new one has alone.
+    """
     losses = []
     for moves in (False, True):
         pipe, state = begun(schedule="gpipe", devices=jax.devices()[:3])
@@ -90,7 +92,9 @@ def test_a_loss_that_the_last_stage_before_a_move_makes_last_is_told_from_where_
 
 @pytest.mark.parametrize("schedule", grid(["pipedream", "2bw"], "pipedream"))
 def test_two_moves_soon_after_each_other_in_a_stream_that_has_not_begun(schedule: str) -> None:
-    """Versions lie for a while where their layer was between the two; asked for before anything is in flight."""
+    """Versions lie for a while where their layer was between the two; asked for before anything is
+    in flight.
+    """
     places = [(2, 3), (4, 5)]
     results = []
     for moves in ([], [(0, 1), (1, 0)], [(0, 3), (1, 2)]):

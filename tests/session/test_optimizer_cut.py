@@ -1,4 +1,6 @@
-"""Under a stream nothing may need a value of all layers at once; a synchronous schedule gives it."""
+"""Under a stream nothing may need a value of all layers at once; a synchronous schedule gives
+it.
+"""
 
 from typing import Any
 

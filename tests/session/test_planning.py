@@ -1,4 +1,6 @@
-"""What planners are asked, and whether a limit can be kept, whatever a clock says: a sample of experiments/limits."""
+"""What planners are asked, and whether a limit can be kept, whatever a clock says: a sample of
+experiments/limits.
+"""
 
 import random
 from itertools import pairwise
@@ -39,7 +41,8 @@ def test_where_the_order_is_open_a_limit_below_1f1bs_smallest_is_kept(
     monkeypatch.setattr(measure, "_seconds", lambda *_: [1e-3, 1e-3])
     smallest = dict[str, int]()
     for schedule in ("1f1b", "auto"):
-        # Without state, which on the host leaves parameters and gradients alone to set what is smallest.
+        # Without state, which on the host leaves parameters and gradients alone to set what is
+        # smallest.
         question = Question(
             CASES["mlp"](), 3, schedule, "jvpipe", random.Random(0), optax.sgd(1e-2)
         )
@@ -55,7 +58,9 @@ WIDTHS = (8, 8, 64, 8, 8)
 
 
 def waisted(params: Any, batch: Any, rng: Any) -> jax.Array:
-    """Four layers alike in seconds; what the second gives on is eight times as wide as what the others do."""
+    """Four layers alike in seconds; what the second gives on is eight times as wide as what the
+    others do.
+    """
     x = batch["x"]
     for w in params:
         x = jnp.tanh(x @ w)

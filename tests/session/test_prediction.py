@@ -1,4 +1,6 @@
-"""Any function of the parameters, computed where they lie, gives what one device gives; the oracle is `jax.jit`."""
+"""Any function of the parameters, computed where they lie, gives what one device gives; the oracle
+is `jax.jit`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,9 @@ Tree = Any
 
 
 def function_of(m: Case) -> Callable[..., Tree]:
-    """All that a loss gives, and integers; it draws what it draws from a key that it closes over."""
+    """All that a loss gives, and integers; it draws what it draws from a key that it closes
+    over.
+    """
 
     def function(params: Tree, *rest: Tree) -> Tree:
         values = jax.tree.map(

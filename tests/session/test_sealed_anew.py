@@ -1,4 +1,6 @@
-"""Checkpoints that somebody changed and sealed anew: each is refused in one line that says what is wrong, and where."""
+"""Checkpoints that somebody changed and sealed anew: each is refused in one line that says what is
+wrong, and where.
+"""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""Plans of replicated stages from shapes alone: what is decided, what is said of it, and that the plan runs."""
+"""Plans of replicated stages from shapes alone: what is decided, what is said of it, and that the
+plan runs.
+"""
 
 import json
 from dataclasses import replace

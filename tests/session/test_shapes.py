@@ -1,4 +1,6 @@
-"""Batches of other shapes than the first: each flows alone, values are those of the replay, limits hold."""
+"""Batches of other shapes than the first: each flows alone, values are those of the replay, limits
+hold.
+"""
 
 import jax
 import jax.numpy as jnp

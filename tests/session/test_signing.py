@@ -1,4 +1,6 @@
-"""Plans that a compiler signs: what it says is what a run holds, and planning goes on where that is too much."""
+"""Plans that a compiler signs: what it says is what a run holds, and planning goes on where that is
+too much.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Plans with finer layers: when they are made, that they are faster as counted by hand, and that no bit changes."""
+"""Plans with finer layers: when they are made, that they are faster as counted by hand, and that no
+bit changes.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -105,8 +107,9 @@ def test_a_lone_layer_that_is_the_slowest_stage_is_cut() -> None:
     found = Splitter(CORE, always).better(begin, by_flops)
     assert [x.flops for x in found.traced.graph.layers] == [4096, 10240, 10240, 4096]
     assert found.planned.plan.cuts == (2, 1, 1)
-    # Eight F and B of the first stage, which makes three F, then waits until 14.5 for the second to have made F F B,
-    # and near the end 0.5 more: there the second takes 7.5 for the last F and a B, the first 7 for a B.
+    # Eight F and B of the first stage, which makes three F, then waits until 14.5 for the second to
+    # have made F F B, and near the end 0.5 more: there the second takes 7.5 for the last F and a B,
+    # the first 7 for a B.
     assert found.planned.step_s == pytest.approx(8 * 3 * (1 + 2.5) + (14.5 - 3 * 3.5) + (7.5 - 7))
 
 

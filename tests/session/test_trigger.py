@@ -17,7 +17,9 @@ MICRO = 4
 
 @dataclass
 class World:
-    """Devices and layers with true seconds; tasks take within `noise` of them, a few of them a lot longer."""
+    """Devices and layers with true seconds; tasks take within `noise` of them, a few of them a lot
+    longer.
+    """
 
     layer_s: Sequence[float]
     noise: float = 0.1
@@ -140,7 +142,9 @@ def test_where_all_devices_are_slow_there_is_nothing_to_gain() -> None:
 
 
 def test_layers_that_are_slow_wherever_they_are_come_to_rest() -> None:
-    """From one stage alone slow layers look like a slow device; once some have moved, they are known."""
+    """From one stage alone slow layers look like a slow device; once some have moved, they are
+    known.
+    """
     for layers in (range(6, 12), range(4), [3], [11, 5]):
         for seed in range(3):
             world = World([1.0] * 12, seed=seed)

@@ -1,4 +1,6 @@
-"""Several stages per device and backwards in halves, in the simulator: against a recursion over the lists."""
+"""Several stages per device and backwards in halves, in the simulator: against a recursion over the
+lists.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +41,9 @@ SECONDS = {Kind.F: "forward_s", Kind.B: "backward_s", Kind.I: "input_s", Kind.W:
 
 
 def step_s(lists: TaskLists, loads: Sequence[StageLoad]) -> float:
-    """When the last task ends: each waits for the one before it on its device, and for what is sent, in order."""
+    """When the last task ends: each waits for the one before it on its device, and for what is
+    sent, in order.
+    """
     device = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
     before = {task: tasks[i - 1] for tasks in lists for i, task in enumerate(tasks) if i}
     sent: dict[tuple[int, int], list[tuple[Task, float]]] = {}

@@ -1,4 +1,6 @@
-"""Stages in the simulator: against timelines drawn by hand, textbook numbers, and a clock that ticks."""
+"""Stages in the simulator: against timelines drawn by hand, textbook numbers, and a clock that
+ticks.
+"""
 
 import re
 from collections.abc import Callable

@@ -1,8 +1,10 @@
-"""Stages as planners simulate them against the rows that the controller reads, of the same lists on random cases.
+"""Stages as planners simulate them against the rows that the controller reads, of the same lists on
+random cases.
 
-Bytes are the same at every stage. Seconds are the same unless something is swapped: there the stages
-are an approximation, and both lie between a step without copies and one that waits for each of them (see
-`jvpipe.simulate.stages`). Layers hold nothing but what they keep and swap, so that both count the same bytes.
+Bytes are the same at every stage. Seconds are the same unless something is swapped: there the
+stages are an approximation, and both lie between a step without copies and one that waits for each
+of them (see `jvpipe.simulate.stages`). Layers hold nothing but what they keep and swap, so that
+both count the same bytes.
 """
 
 import math
@@ -99,7 +101,9 @@ def by_rows(
 
 
 Numbers = tuple[list[tuple[int, ...]], bool, int]
-"""Per stage: seconds of F, B, sends and returns, out, in and R; bytes kept and swapped. Whether 1F1B; micro-batches."""
+"""Per stage: seconds of F, B, sends and returns, out, in and R; bytes kept and swapped. Whether
+1F1B; micro-batches.
+"""
 SECONDS = (
     st.integers(1, 4),
     st.integers(1, 6),
@@ -115,7 +119,9 @@ NUMBERS = st.tuples(
 UNEQUAL_S = [
     math.sqrt(n) / 1000 for n in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 ]
-"""Makes all sums of seconds differ: of two transfers that are ready at the same moment either may go first."""
+"""Makes all sums of seconds differ: of two transfers that are ready at the same moment either may
+go first.
+"""
 
 
 def case_of(
@@ -204,7 +210,9 @@ def test_copies_are_enqueued_so_early_that_gpipe_does_not_wait_for_buffers(stage
 
 
 def test_the_last_forward_of_gpipe_waits_for_all_that_leaves_and_stages_do_not_see_it() -> None:
-    """F0 o0 F1 o1 f0 F2 o2 f1 f2 i0 F3: F3 waits for o2, so that there is room for i0; at stages it waits for o1."""
+    """F0 o0 F1 o1 f0 F2 o2 f1 f2 i0 F3: F3 waits for o2, so that there is room for i0; at stages it
+    waits for o1.
+    """
     loads = [StageLoad(1.0, 1.0, out_s=4.0, in_s=4.0, kept_bytes=0, swapped_bytes=1)]
     rows, stages = by_rows(gpipe(1, 4), loads), simulate_lists(gpipe(1, 4), loads)
 

@@ -1,4 +1,6 @@
-"""The axis of the examples, followed through equations: what is found is true of slices, and the rest is refused."""
+"""The axis of the examples, followed through equations: what is found is true of slices, and the
+rest is refused.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -88,7 +90,9 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
 
 
 def followed(fn: Callable[[jax.Array], jax.Array]) -> Any:
-    """The axis of the result of a function of [examples, tokens, features]; or why there is none."""
+    """The axis of the result of a function of [examples, tokens, features]; or why there is
+    none.
+    """
     closed, small = (flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW))
     axes: dict[Any, int | None] = {closed.jaxpr.invars[0]: 0}
 

@@ -1,4 +1,6 @@
-"""Why the loss of a batch is not the mean of those of its micro-batches; nothing is said of a mean."""
+"""Why the loss of a batch is not the mean of those of its micro-batches; nothing is said of a
+mean.
+"""
 
 from collections.abc import Callable
 from typing import Any

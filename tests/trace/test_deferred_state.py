@@ -1,4 +1,6 @@
-"""What batch norms remember changes once a batch: as the whole batch at once would change it, wherever it is found."""
+"""What batch norms remember changes once a batch: as the whole batch at once would change it,
+wherever it is found.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,6 @@
-"""Digests are equal exactly where what is computed is, and name the first leaf or equation that is not."""
+"""Digests are equal exactly where what is computed is, and name the first leaf or equation that is
+not.
+"""
 
 from collections.abc import Callable
 from typing import Any

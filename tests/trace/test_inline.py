@@ -30,7 +30,9 @@ def inner(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def nested(x: jax.Array) -> Any:
-    """One body twice, a result that is an argument, one that is a constant, one that nobody reads."""
+    """One body twice, a result that is an argument, one that is a constant, one that nobody
+    reads.
+    """
     with jax.named_scope("first"):
         a, b = inner(x, x + jnp.float32(2) * 3)
     c, _ = inner(2 * x, x)

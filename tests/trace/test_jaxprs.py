@@ -173,7 +173,9 @@ def test_arrays_that_a_derivative_closes_over_are_compared_and_not_differentiate
 
 
 def test_a_derivative_that_calls_its_function_in_a_loop_is_compared_once() -> None:
-    """As that of odeint, which integrates: what derivatives of derivatives would be, nobody asks."""
+    """As that of odeint, which integrates: what derivatives of derivatives would be, nobody
+    asks.
+    """
 
     @jax.custom_vjp
     def grown(x: jax.Array) -> jax.Array:

@@ -26,7 +26,9 @@ def blocks() -> Traced:
 
 
 def chain(*widths: int, tied: bool = False) -> Traced:
-    """One layer: a product of each width after another; tied, the last one reads the first one's weights."""
+    """One layer: a product of each width after another; tied, the last one reads the first one's
+    weights.
+    """
     shapes = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise(widths)]
 
     def loss_fn(params: Any, x: Any, rng: Any) -> Any:

@@ -17,7 +17,9 @@ PARAMS = [np.full((3, 3), i / 9, np.float32) for i in range(1, 7)]
 
 
 def loss_fn(params: Any, x: Any, rng: Any) -> jax.Array:
-    """Two products in each layer; what all examples have in common is spread over them, where there are several."""
+    """Two products in each layer; what all examples have in common is spread over them, where there
+    are several.
+    """
     for up, down in zip(params[::2], params[1::2], strict=True):
         x = x + jnp.tanh((x + jnp.broadcast_to(x.mean(0, keepdims=True), x.shape)) @ up) @ down
     return jnp.mean(x**2)

@@ -1,4 +1,6 @@
-"""Derivative rules under replicas: what sends back to each example what is its own runs, and the rest is refused."""
+"""Derivative rules under replicas: what sends back to each example what is its own runs, and the
+rest is refused.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +72,9 @@ def in_scan(fn: Callable[[Any], Any]) -> Callable[..., jax.Array]:
 
 
 def fused(order: int) -> Callable[..., jax.Array]:
-    """A cross-entropy of features and a head, whose rule divides by the number of rows early, late or last of all."""
+    """A cross-entropy of features and a head, whose rule divides by the number of rows early, late
+    or last of all.
+    """
 
     def value(h: Any, w: Any, y: Any) -> jax.Array:
         logits = jax.nn.log_softmax(h @ w)

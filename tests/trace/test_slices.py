@@ -1,4 +1,6 @@
-"""A loss on slices of a micro-batch: the layers of the whole, whose losses make the whole's; masks are the whole's."""
+"""A loss on slices of a micro-batch: the layers of the whole, whose losses make the whole's; masks
+are the whole's.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +36,9 @@ def traced(case: Case) -> Traced:
 
 
 def counted() -> Case:
-    """A masked mean, given back as one with its count, decay beside it; a slice may have nothing to count."""
+    """A masked mean, given back as one with its count, decay beside it; a slice may have nothing to
+    count.
+    """
     case = mlp(3)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Weighted:
@@ -80,7 +84,9 @@ def constant_size() -> Case:
 
 
 def looked_up() -> Case:
-    """The cross-entropy of tokens, of each a value that is looked up, after dropout, a loop and a rule."""
+    """The cross-entropy of tokens, of each a value that is looked up, after dropout, a loop and a
+    rule.
+    """
     case = mlp(3)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:

@@ -1,4 +1,6 @@
-"""How the outputs of a loss lie over its examples: sums, means and what is neither; coupling is refused."""
+"""How the outputs of a loss lie over its examples: sums, means and what is neither; coupling is
+refused.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +23,9 @@ MANY, FEW, T, D = 6, 2, 3, 4
 def spread(
     fn: Callable[..., Any], remembers: Callable[[list[Any]], list[Any]] = lambda outs: []
 ) -> list[Lies]:
-    """How the results of a function of [examples, tokens, features] lie; some of them are remembered as model state."""
+    """How the results of a function of [examples, tokens, features] lie; some of them are
+    remembered as model state.
+    """
     shapes = [jax.ShapeDtypeStruct((n, T, D), np.float32) for n in (MANY, FEW)]
     closed, small = (flatten(fn, shape, keep_rules=True) for shape in shapes)
     remembered = reaching(closed.jaxpr.eqns, remembers(closed.jaxpr.outvars))

@@ -1,4 +1,6 @@
-"""Parameters stacked over layers are taken apart, so that a scan over layers is cut between its iterations."""
+"""Parameters stacked over layers are taken apart, so that a scan over layers is cut between its
+iterations.
+"""
 
 from dataclasses import replace
 from typing import Any, cast

@@ -24,7 +24,9 @@ def decayed(case: Case, *, first: bool = False) -> Case:
 
 
 def scaled_by_norms(depth: int = 7) -> Case:
-    """Each product is divided by the norm of its matrix; the first norm is read again at the end."""
+    """Each product is divided by the norm of its matrix; the first norm is read again at the
+    end.
+    """
     draw = draws(0)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:

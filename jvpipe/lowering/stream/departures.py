@@ -94,7 +94,9 @@ class Departures:
             self._free(moved.old, moved.new)
 
     def _free(self, old: int, new: int) -> None:
-        """Ends an old buffer once its copy has arrived, and perhaps the copy (see the top of the file)."""
+        """Ends an old buffer once its copy has arrived, and perhaps the copy (see the top of the
+        file).
+        """
         placer = self._placer
         source = placer.buffers[old].place
         target = placer.buffers[new].place

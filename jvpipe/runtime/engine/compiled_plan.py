@@ -45,8 +45,8 @@ from jvpipe.util.devices import Device
 class CompiledPlan(LaidPlan):
     """Everything that a step needs for one batch shape; programs are compiled when first needed.
 
-    A stream is an asynchronous run, whose pipeline is not flushed between steps. The first arguments
-    are those of `LaidPlan`.
+    A stream is an asynchronous run, whose pipeline is not flushed between steps. The first
+    arguments are those of `LaidPlan`.
 
     Args:
         previous: in a stream whose plan has changed: the compiled plan before this one, and the

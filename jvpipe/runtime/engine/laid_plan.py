@@ -1,4 +1,4 @@
-"""A plan that is laid out: which values each layer's programs take and leave, under the plan's fates.
+"""A plan that is laid out: which values each layer's programs take and leave under its fates.
 
 This is the first phase of a compiled plan (compiled_plan.py). A layout has, for each layer, a
 forward and a backward that fit together: the forward leaves the residuals that the backward takes.

@@ -329,7 +329,8 @@ class Attendance(_Side):
         except AnotherSecretError as problem:
             raise ValueError(
                 f"process 0 at {where} has another secret than process {self._process}, or one of "
-                "them has none: --secret-file must name a file with the same secret in all processes"
+                "them has none: --secret-file must name a file with the same secret in all "
+                "processes"
             ) from problem
         except TimeoutError as problem:
             raise HostLost(_late(timeout_s, missing or "an answer of process 0")) from problem

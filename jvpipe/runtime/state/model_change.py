@@ -64,7 +64,10 @@ class ModelChange:
     def __str__(self) -> str:
         names = ("kept", "returned", "new", "parked")
         counts = ", ".join(f"{len(getattr(self, name))} {name}" for name in names)
-        return f"step {self.step}: another model; parameters: {counts}; {self.moved_bytes:,} bytes moved {self.how}"
+        return (
+            f"step {self.step}: another model; parameters: {counts}; {self.moved_bytes:,} bytes "
+            f"moved {self.how}"
+        )
 
 
 def plan_model_switch(
@@ -196,7 +199,9 @@ class ModelSwitch:
 
     @property
     def _passing(self) -> Peak:
-        """The bytes that only the change brings to the host: arrays that are parked, or that move."""
+        """The bytes that only the change brings to the host: arrays that are parked, or that
+        move.
+        """
         origins = self.origins
         waiting = sum(self._old.persistent[i].bytes for i in self._waiting)
         parks = parked_bytes(origins.parks)

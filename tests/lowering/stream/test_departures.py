@@ -1,4 +1,6 @@
-"""Layers that change places in a stream: what is freed when, what comes at once, what may be overwritten."""
+"""Layers that change places in a stream: what is freed when, what comes at once, what may be
+overwritten.
+"""
 
 from dataclasses import replace
 

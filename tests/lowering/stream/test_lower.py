@@ -1,4 +1,6 @@
-"""Streams lowered by hand: three layers on two stages, two of them on the first; two micro-batches a step."""
+"""Streams lowered by hand: three layers on two stages, two of them on the first; two micro-batches
+a step.
+"""
 
 from itertools import pairwise
 
@@ -28,7 +30,9 @@ def stream(name: str, *cuts_from: tuple[int, list[int]]) -> StreamLowering:
 
 
 def drawn(step: StreamStep, layer: int = 1, p: int = 1) -> str:
-    """What a layer does in a step, each with the version, or the shifted weights, of a parameter that it reads."""
+    """What a layer does in a step, each with the version, or the shifted weights, of a parameter
+    that it reads.
+    """
 
     def weights(one: Row) -> str:
         values = (step.lowered.buffers[b].value for b in one.reads)
@@ -48,8 +52,10 @@ def drawn(step: StreamStep, layer: int = 1, p: int = 1) -> str:
 DRAWN = {
     "pipedream": "F -1, B -2, U -1, F 0, B -1, U 0",
     "2bw": "F -1, B -2, U -1, F -1, B -1",
-    "pipemare": "F -1, SHIFT -1, B corrected, U -1, SETTLE -1 0, F 0, SHIFT 0, B corrected, U 0, SETTLE 0 1",
-    "xpipe": "SHIFT -1, F predicted, B -1, U -1, SETTLE -1 0, SHIFT 0, F predicted, B 0, U 0, SETTLE 0 1",
+    "pipemare": "F -1, SHIFT -1, B corrected, U -1, SETTLE -1 0, F 0, SHIFT 0, B corrected, U 0, SETTLE 0 "
+    "1",
+    "xpipe": "SHIFT -1, F predicted, B -1, U -1, SETTLE -1 0, SHIFT 0, F predicted, B 0, U 0, SETTLE 0 "
+    "1",
 }
 
 
@@ -90,7 +96,9 @@ def test_a_drain_ends_at_rest(name: str) -> None:
 
 
 def test_what_only_later_steps_would_have_read_is_dropped_by_the_drain() -> None:
-    """2BW's first step sends version 0 of the tied parameter on for the second, which is then not run."""
+    """2BW's first step sends version 0 of the tied parameter on for the second, which is then not
+    run.
+    """
     drain = stream("2bw").drain(1)
     assert (
         row(drain.lowered.rows[0], drain.lowered.buffers)

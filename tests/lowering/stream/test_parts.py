@@ -1,4 +1,6 @@
-"""Asynchronous schedules against their rules: the versions that tasks read, and the timelines as drawn."""
+"""Asynchronous schedules against their rules: the versions that tasks read, and the timelines as
+drawn.
+"""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Rows of a stream cut into steps, by hand: one weight, read by F and B, and a value from each F for the next step's B.
+"""Rows of a stream cut into steps, by hand: one weight, read by F and B, and a value from each F
+for the next step's B.
 
 rows    F0 | F1 B0 | F2 B1 | ...        each B reads what the F of the step before has left
 """

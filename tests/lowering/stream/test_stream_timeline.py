@@ -1,4 +1,6 @@
-"""The timeline of a stream: which version is read after a change of stages, and what must be done for it."""
+"""The timeline of a stream: which version is read after a change of stages, and what must be done
+for it.
+"""
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
@@ -24,7 +26,9 @@ def timeline(
 
 
 def test_a_layer_reads_what_the_rule_of_its_new_stage_says() -> None:
-    """PipeDream, two stages: S - 1 - s updates behind; layer 1 moves from the first stage to the last at 9."""
+    """PipeDream, two stages: S - 1 - s updates behind; layer 1 moves from the first stage to the
+    last at 9.
+    """
     found = timeline(find_schedule("pipedream"), (0, [2, 3]), (9, [1, 4]))
     assert [found.version(1, m, back=False) for m in range(7, 12)] == [6, 7, 9, 10, 11]
     assert [found.version(1, m, back=True) for m in range(7, 12)] == [6, 7, 9, 10, 11]
@@ -44,7 +48,9 @@ def test_nothing_is_read_that_is_gone() -> None:
 
 
 def test_a_step_does_what_its_forwards_need() -> None:
-    """A layer goes to the last stage: its forward there waits for an update that would have come a step later."""
+    """A layer goes to the last stage: its forward there waits for an update that would have come a
+    step later.
+    """
     found = timeline(find_schedule("pipedream"), (0, [3, 1, 1]), (11, [1, 1, 3]))
     for n, part in enumerate(found.parts[:-1]):
         done = {task for earlier in found.parts[: n + 1] for tasks in earlier for task in tasks}

@@ -1,4 +1,6 @@
-"""Which weights a stream reads and what it remembers of updates: three layers, the middle one on the first of two."""
+"""Which weights a stream reads and what it remembers of updates: three layers, the middle one on
+the first of two.
+"""
 
 import pytest
 

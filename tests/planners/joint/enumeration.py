@@ -18,7 +18,9 @@ EFFORT = Effort(quick=16, thorough=4000, tolerance=1e-9, layers=10**6)
 
 
 def tiny(seed: int, schedule: str = "1f1b", share: float = 0.5, layers: int = 4) -> Problem:
-    """A chain on two stages; its limit lies so far between the least and the most that an even cut takes."""
+    """A chain on two stages; its limit lies so far between the least and the most that an even cut
+    takes.
+    """
     draw, costs = np.random.default_rng(seed), []
     for i in range(layers):
         kept, forward_s = 2 * int(draw.integers(2, 12)), float(draw.integers(1, 6))

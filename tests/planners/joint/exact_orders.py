@@ -1,10 +1,13 @@
-"""Whether any order of tasks keeps a limit, by looking at all that devices can do, for tiny chains without swaps.
+"""Whether any order of tasks keeps a limit, by looking at all that devices can do, for tiny chains
+without swaps.
 
-A state says of each stage how many micro-batches have been forward, how many have given their cotangent back, and how
-many have added to the gradients: micro-batches are alike, so that nothing else matters. A stage runs a forward (F), a
-backward (B), or the halves of one (I, W). The search goes through all states in which no device holds too much.
+A state says of each stage how many micro-batches have been forward, how many have given their
+cotangent back, and how many have added to the gradients: micro-batches are alike, so that nothing
+else matters. A stage runs a forward (F), a backward (B), or the halves of one (I, W). The search
+goes through all states in which no device holds too much.
 
-What is counted is what `stage_bytes.py` and `stage_cost.py` tell in words; no code of theirs is used.
+What is counted is what `stage_bytes.py` and `stage_cost.py` tell in words; no code of theirs is
+used.
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,9 @@ from jvpipe.cost.costs import LayerCost
 from jvpipe.planners.model.problem import Problem
 
 KEEP, AGAIN, CHAIN = range(3)
-"""A layer's residuals are kept; it runs again from its input; it does, and its input is made again too."""
+"""A layer's residuals are kept; it runs again from its input; it does, and its input is made again
+too.
+"""
 State = tuple[tuple[int, int, int], ...]
 Reached = tuple[bool, ...]
 """Of which stages as many micro-batches have been in flight as are to be."""
@@ -23,7 +28,8 @@ Reached = tuple[bool, ...]
 
 @dataclass(frozen=True, order=True)
 class Held:
-    """What a stage holds: always, per micro-batch in flight, per one between the halves, and beyond these.
+    """What a stage holds: always, per micro-batch in flight, per one between the halves, and beyond
+    these.
 
     What is beyond is more where backwards run in halves.
     """
@@ -36,7 +42,9 @@ class Held:
 
 
 def some_order_keeps(problem: Problem, limit: int) -> bool:
-    """Whether there are cuts, fates and an order on some placement under which no device holds more than the limit."""
+    """Whether there are cuts, fates and an order on some placement under which no device holds more
+    than the limit.
+    """
     return any(
         _some_order(problem.microbatches, places, plan, edges, limit, split)
         for places in placements(problem)
@@ -46,7 +54,9 @@ def some_order_keeps(problem: Problem, limit: int) -> bool:
 
 
 def placements(problem: Problem) -> Iterator[list[int]]:
-    """Yields the device of each stage: one stage per device, two or four in a loop, two there and back."""
+    """Yields the device of each stage: one stage per device, two or four in a loop, two there and
+    back.
+    """
     devices = list(range(problem.devices))
     yield devices
     if len(devices) > 1:
@@ -62,7 +72,9 @@ def _layers(problem: Problem) -> int:
 
 
 def _plans(problem: Problem, stages: int) -> Iterator[tuple[tuple[Held, ...], list[int]]]:
-    """Yields what the stages hold under all cuts and fates, and the bytes of the value that each one receives."""
+    """Yields what the stages hold under all cuts and fates, and the bytes of the value that each
+    one receives.
+    """
     for inner in combinations(range(1, _layers(problem)), stages - 1):
         bounds = (0, *inner, _layers(problem))
         edges = [0, *(problem.costs.edges[cut - 1].bytes for cut in inner)]
@@ -102,8 +114,8 @@ def held_by(problem: Problem, i: int, j: int, fates: tuple[int, ...]) -> Held:
         split[0] = left[0] + sum(made[:1])
     behind = [sum(left[at + 1 :]) for at in range(j - i)]
     between = [sum(split[at + 1 :]) for at in range(j - i)]
-    # In the midst of I the layers behind hold what W will read already. Before I all that is left is there, after it
-    # all that is handed over: one of both is counted by the order.
+    # In the midst of I the layers behind hold what W will read already. Before I all that is left
+    # is there, after it all that is handed over: one of both is counted by the order.
     most = max(sum(left[: at + 1]) + needs[at] + between[at] for at in range(j - i))
     beyond = max(0, *(need - later for need, later in zip(needs, behind, strict=True)))
     ends = max(sum(left), sum(split))
@@ -148,7 +160,9 @@ def _some_order(
     limit: int,
     split: bool,
 ) -> bool:
-    """Whether an order of these stages keeps the limit, for some numbers of micro-batches in flight at most."""
+    """Whether an order of these stages keeps the limit, for some numbers of micro-batches in flight
+    at most.
+    """
     numbers = combinations_with_replacement(range(1, microbatches + 1), len(places))
     return any(
         _ordered(microbatches, places, plan, edges, limit, most[::-1], split) for most in numbers
@@ -164,9 +178,11 @@ def _ordered(
     most: tuple[int, ...],
     split: bool,
 ) -> bool:
-    """Whether an order keeps the limit under which just so many micro-batches are in flight on each stage at most.
+    """Whether an order keeps the limit under which just so many micro-batches are in flight on each
+    stage at most.
 
-    Of what a stage receives, as many values may wait as are in flight on the stage before and not on this one.
+    Of what a stage receives, as many values may wait as are in flight on the stage before and not
+    on this one.
     """
     stages = range(len(places))
     rooms = [limit] * (max(places) + 1)

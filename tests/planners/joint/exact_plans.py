@@ -1,12 +1,15 @@
-"""The fastest plan there is for tiny chains without swaps and links: cuts, fates and order of tasks, all at once.
+"""The fastest plan there is for tiny chains without swaps and links: cuts, fates and order of
+tasks, all at once.
 
-A schedule is built task by task, in the order in which tasks start. A state says of each stage how many micro-batches
-have been forward, how many have given their cotangent back, and how many have added to the gradients, when each device
-is free, and when what is on its way arrives. Of two states with equal counts, one that is nowhere later is enough: what
-devices hold follows from the counts. A state is given up where what a device still has to do, or the way of the last
-micro-batch, does not end before the best plan that is known.
+A schedule is built task by task, in the order in which tasks start. A state says of each stage how
+many micro-batches have been forward, how many have given their cotangent back, and how many have
+added to the gradients, when each device is free, and when what is on its way arrives. Of two states
+with equal counts, one that is nowhere later is enough: what devices hold follows from the counts. A
+state is given up where what a device still has to do, or the way of the last micro-batch, does not
+end before the best plan that is known.
 
-What is counted is what `stage_bytes.py` and `stage_cost.py` tell in words; no code of theirs is used.
+What is counted is what `stage_bytes.py` and `stage_cost.py` tell in words; no code of theirs is
+used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +28,9 @@ STATES = 400_000
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest plan: seconds, the device of each stage, the fates of its layers, a line of tasks per device."""
+    """The fastest plan: seconds, the device of each stage, the fates of its layers, a line of tasks
+    per device.
+    """
 
     step_s: float
     places: list[int]
@@ -90,7 +95,9 @@ def _plans(problem: Problem, stages: int, limited: bool) -> Iterator[tuple[Stage
 
 
 def _ways(problem: Problem, i: int, j: int, limited: bool) -> list[Stage]:
-    """Lists what layers [i, j) may take, without what is nowhere better than another; all are kept without a limit."""
+    """Lists what layers [i, j) may take, without what is nowhere better than another; all are kept
+    without a limit.
+    """
     layers, ways = problem.costs.layers[i:j], dict[tuple[float, ...], Stage]()
     halves = [
         (x.split.input_s, x.split.weight_s) if x.split else (x.backward_s, 0.0) for x in layers
@@ -112,7 +119,9 @@ def _ways(problem: Problem, i: int, j: int, limited: bool) -> list[Stage]:
 
 
 def _bound_s(microbatches: int, places: Sequence[int], plan: Sequence[Stage], split: bool) -> float:
-    """Bounds a step: what a device works, after its first micro-batch came and before its last one is back."""
+    """Bounds a step: what a device works, after its first micro-batch came and before its last one
+    is back.
+    """
     every = []
     for d in set(places):
         mine = [s for s, place in enumerate(places) if place == d]
@@ -141,7 +150,9 @@ class _Schedules:
         self.on_s = [sum(x.f for x in plan[s + 1 :]) + self.back_s[-1] for s in self.stages]
 
     def fastest(self, below_s: float) -> tuple[str, ...]:
-        """The lines of the fastest one, if it takes less than a number of seconds; then `best_s` are its own."""
+        """The lines of the fastest one, if it takes less than a number of seconds; then `best_s`
+        are its own.
+        """
         self.lines: tuple[str, ...] = ()
         if any(x.held.kept > self.rooms[d] for x, d in zip(self.plan, self.places, strict=True)):
             return self.lines
@@ -163,7 +174,9 @@ class _Schedules:
         ends: list[list[float]],
         now: float,
     ) -> None:
-        """Goes on from a state; `ends` are those of forwards and first halves of each stage, `now` the last start."""
+        """Goes on from a state; `ends` are those of forwards and first halves of each stage, `now`
+        the last start.
+        """
         n, M = len(self.plan), self.M
         if min(done[2 * n :]) == M:
             if max(free) < self.best_s:
@@ -249,7 +262,9 @@ class _Schedules:
         ends: Sequence[Sequence[float]],
         now: float,
     ) -> Iterator[tuple[float, int, int, int]]:
-        """Yields what may run next: when it starts, how late it is liked, its stage and kind (F, I, W, B)."""
+        """Yields what may run next: when it starts, how late it is liked, its stage and kind (F, I,
+        W, B).
+        """
         n, M = len(self.plan), self.M
         for s in self.stages:
             x, d = self.plan[s], self.places[s]

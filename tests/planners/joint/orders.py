@@ -20,7 +20,9 @@ def problem_of(
     link: Link = INFINITE,
     split: bool = True,
 ) -> Problem:
-    """Unlike layers whose backwards can be split, each after the one before; links of their own for sends."""
+    """Unlike layers whose backwards can be split, each after the one before; links of their own for
+    sends.
+    """
     draw = random.Random(seed)
     some = []
     for i in range(layers):
@@ -46,7 +48,9 @@ def placed(problem: Problem, schedule: Schedule) -> tuple[Problem, Decision]:
 
 
 def computing_again(decision: Decision) -> Decision:
-    """The same cuts; all but a stage's input is computed again, most of it before the cotangents are there."""
+    """The same cuts; all but a stage's input is computed again, most of it before the cotangents
+    are there.
+    """
     begins = set(decision.bounds)
     every = range(len(decision.choices))
     return replace(

@@ -1,4 +1,6 @@
-"""Small models whose stages may have several devices, and the best there is for them, by trying everything."""
+"""Small models whose stages may have several devices, and the best there is for them, by trying
+everything.
+"""
 
 from collections.abc import Iterator
 from itertools import combinations, product

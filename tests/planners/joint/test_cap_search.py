@@ -1,4 +1,6 @@
-"""The surrogate's optimum against enumeration of all cuts and all choices, runs of several layers included."""
+"""The surrogate's optimum against enumeration of all cuts and all choices, runs of several layers
+included.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -75,7 +77,9 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
 def chain(
     schedule: str, layers: int, stages: int, seed: int, share: float, inputs: bool = True
 ) -> Problem:
-    """Unlike layers that keep, swap or recompute, and a limit of that share of what even cuts hold."""
+    """Unlike layers that keep, swap or recompute, and a limit of that share of what even cuts
+    hold.
+    """
     draw = np.random.default_rng(seed)
     drawn = []
     for i in range(layers):
@@ -110,7 +114,9 @@ def chain(
 
 
 def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
-    """The fewest seconds of a stage, of all selections of three fates per layer side by side: 3 ** (j - i) of them."""
+    """The fewest seconds of a stage, of all selections of three fates per layer side by side: 3 **
+    (j - i) of them.
+    """
     k, n = (
         problem.schedule.in_flight(problem.stages, problem.microbatches)[s],
         len(problem.costs.layers),

@@ -53,7 +53,9 @@ def test_a_plan_over_a_limit_ranks_last_and_is_no_answer() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_what_is_computed_again_is_made_a_run_where_cotangents_are_awaited(schedule: str) -> None:
-    """Of two layers the first then runs again before the cotangents are there: of three stages before the last one."""
+    """Of two layers the first then runs again before the cotangents are there: of three stages
+    before the last one.
+    """
     options = Option(100), Option(0, extra_s=1.0, extra_bytes=100)
     layers = [LayerCost("block", 1.0, 2.0, options, input_bytes=1)] * 8
     problem = chain(layers, 4, 4, schedule, memory_limit_bytes=260)

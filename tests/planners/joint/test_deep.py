@@ -1,4 +1,6 @@
-"""Models above the sizes at which the search once looked less far: against enumeration, and against all rivals."""
+"""Models above the sizes at which the search once looked less far: against enumeration, and against
+all rivals.
+"""
 
 import random
 from collections.abc import Callable
@@ -22,7 +24,9 @@ from tests.grid import grid
 
 
 def deep(layers: int, stages: int, schedule: str, seed: int, microbatches: int = 0) -> Problem:
-    """A chain of unlike layers on links that take as long as stages do: where it is cut is what counts."""
+    """A chain of unlike layers on links that take as long as stages do: where it is cut is what
+    counts.
+    """
     draw = random.Random(seed)
     drawn = []
     for i in range(layers):

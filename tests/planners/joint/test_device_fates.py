@@ -21,7 +21,9 @@ RULES = ("zb-h1", "interleaved", "zb-v", "v-half")
 
 
 def drawn(seed: int, rule: str) -> tuple[Problem, tuple[int, ...]]:
-    """Draws five layers that may swap on one or two devices, a value that two of them read, cuts and a limit."""
+    """Draws five layers that may swap on one or two devices, a value that two of them read, cuts
+    and a limit.
+    """
     draw = Random(seed)
     base = problem_of(5, 1 + seed % 2, 3, seed, link=Link(8.0, 0.1))
     layers = tuple(_swapping(layer, draw) for layer in base.costs.layers)

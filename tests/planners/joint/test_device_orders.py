@@ -1,4 +1,6 @@
-"""Unlike devices: plans against a MILP and against enumeration, in every order; limits hold; no planner crashes."""
+"""Unlike devices: plans against a MILP and against enumeration, in every order; limits hold; no
+planner crashes.
+"""
 
 import itertools
 import random
@@ -68,9 +70,11 @@ def two(layers: int, seed: int, share: float, schedule: str = "1f1b") -> Problem
 def milp_s(
     problem: Problem, times: tuple[float, ...], limits: tuple[int, ...], seconds: float
 ) -> tuple[float, float]:
-    """The least 1F1B surrogate that HiGHS finds in time for devices in this order, and what it proves none is below.
+    """The least 1F1B surrogate that HiGHS finds in time for devices in this order, and what it
+    proves none is below.
 
-    x[i, s, o]: layer i is on stage s with option o; a[i, s]: what the layers of s up to i leave of a micro-batch.
+    x[i, s, o]: layer i is on stage s with option o; a[i, s]: what the layers of s up to i leave of
+    a micro-batch.
     """
     layers, stages, m = problem.costs.layers, len(times), problem.microbatches
     n, options = len(layers), 3

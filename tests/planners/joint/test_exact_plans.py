@@ -22,7 +22,9 @@ CHOICES = {KEEP: 0, AGAIN: RECOMPUTE, CHAIN: RECOMPUTE_CHAIN}
 
 
 def drawn(seed: int, most_layers: int, most_microbatches: int) -> Problem:
-    """Draws a chain of unlike layers on two or three devices; what is sent takes neither time nor bytes."""
+    """Draws a chain of unlike layers on two or three devices; what is sent takes neither time nor
+    bytes.
+    """
     draw = Random(seed)
     devices = draw.randint(2, 3)
     count = draw.randint(4, most_layers)
@@ -62,7 +64,9 @@ def simulated_s(problem: Problem, plan: Plan) -> float:
 
 
 def ratio(problem: Problem) -> float | None:
-    """How many times longer the plan of `auto` takes than the fastest; None if that is not known, or nothing fits."""
+    """How many times longer the plan of `auto` takes than the fastest; None if that is not known,
+    or nothing fits.
+    """
     try:
         ours_s = find_order(problem).step_s
         best = fastest(problem, problem.memory_limit_bytes, ours_s)

@@ -1,4 +1,6 @@
-"""Climbing: never slower, within the room, in the order of sums; as good as trying everything where one can."""
+"""Climbing: never slower, within the room, in the order of sums; as good as trying everything where
+one can.
+"""
 
 from dataclasses import replace
 from itertools import permutations, product

@@ -1,4 +1,6 @@
-"""The course of orders against the simulator: when steps start, what follows them, and the longest path."""
+"""The course of orders against the simulator: when steps start, what follows them, and the longest
+path.
+"""
 
 from random import Random
 

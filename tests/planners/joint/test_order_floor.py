@@ -28,7 +28,9 @@ PROBLEMS = 10
 
 
 def drawn(seed: int) -> Problem:
-    """At most 3 devices, 6 layers and 6 micro-batches; where devices may have several stages, 3 micro-batches."""
+    """At most 3 devices, 6 layers and 6 micro-batches; where devices may have several stages, 3
+    micro-batches.
+    """
     draw = random.Random(seed)
     devices = draw.randint(1, 3)
     layers = draw.randint(max(2, devices), 6)

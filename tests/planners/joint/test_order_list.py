@@ -1,4 +1,6 @@
-"""List scheduling: orders that run, keep their caps and the order of sums, and are fast where there is room."""
+"""List scheduling: orders that run, keep their caps and the order of sums, and are fast where there
+is room.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""From many candidates to a few: none is slower than the fastest of them, and all fit what their own lists hold."""
+"""From many candidates to a few: none is slower than the fastest of them, and all fit what their
+own lists hold.
+"""
 
 from dataclasses import replace
 

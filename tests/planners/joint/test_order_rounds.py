@@ -1,4 +1,6 @@
-"""Orders in rounds: whole, within the room there is, and as short as what zero bubble's own heuristics find."""
+"""Orders in rounds: whole, within the room there is, and as short as what zero bubble's own
+heuristics find.
+"""
 
 from collections import Counter
 from dataclasses import replace

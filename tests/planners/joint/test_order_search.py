@@ -1,4 +1,6 @@
-"""`schedule="auto"`: no slower than any rule, under the limit, beside a bound, and always the same."""
+"""`schedule="auto"`: no slower than any rule, under the limit, beside a bound, and always the
+same.
+"""
 
 from dataclasses import replace
 from itertools import product

@@ -104,7 +104,8 @@ def test_small_chains_equal_enumeration(schedule: str) -> None:
 
 
 def milp_s(problem: Problem, seconds: float) -> tuple[float, float]:
-    """The least 1F1B surrogate without runs that HiGHS finds in time, and what it proves that none is below.
+    """The least 1F1B surrogate without runs that HiGHS finds in time, and what it proves that none
+    is below.
 
     x[i, s, o]: layer i is on stage s with option o.
     """
@@ -186,7 +187,9 @@ def test_twelve_layers_on_three_stages_equal_the_milp() -> None:
 
 
 def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
-    """In four minutes HiGHS finds what jvpipe finds at once, and proves that nothing is 1.2% better."""
+    """In four minutes HiGHS finds what jvpipe finds at once, and proves that nothing is 1.2%
+    better.
+    """
     problem = limited(chain(96, 8, "1f1b", 16, 0), 0.6)
     best, bound = milp_s(problem, 3)
     evaluation = evaluate_decision(problem, jvpipe(problem, refine=False))

@@ -59,7 +59,9 @@ def test_no_other_planner_is_faster(slow: bool, share: float | None, rule: str) 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_few_layers_are_cut_best(rule: str) -> None:
-    """All cuts of nine layers, where an edge in the middle is dear: the simulator finds nothing faster."""
+    """All cuts of nine layers, where an edge in the middle is dear: the simulator finds nothing
+    faster.
+    """
     seconds, schedule = (3.0, 1.0, 1.0, 4.0, 1.0, 2.0, 1.0, 1.0, 3.0), find_schedule(rule)
     layers = tuple(
         LayerCost("layer", s, 2 * s, (Option(8),), split=SplitCost(s, s, 4, 4)) for s in seconds

@@ -1,4 +1,6 @@
-"""Paths of shapes with their cuts: they are plans, and the best of few micro-batches is near the best there is."""
+"""Paths of shapes with their cuts: they are plans, and the best of few micro-batches is near the
+best there is.
+"""
 
 from dataclasses import replace
 

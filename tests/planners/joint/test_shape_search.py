@@ -1,4 +1,6 @@
-"""Shapes that are worth a plan: as good as anything there is on small models, and no worse than the papers' plans."""
+"""Shapes that are worth a plan: as good as anything there is on small models, and no worse than the
+papers' plans.
+"""
 
 import random
 from statistics import median
@@ -38,7 +40,8 @@ def test_uniform_layers_on_fast_links_are_data_parallel() -> None:
 
 
 def test_large_parameters_at_the_end_and_slow_links_leave_the_last_layers_alone() -> None:
-    # VGG-19 in short: convolutions that compute, with few parameters and falling activations; 400 MB of dense layers
+    # VGG-19 in short: convolutions that compute, with few parameters and falling activations; 400
+    # MB of dense layers
     convolutions = [layer(0.0001, 4_000_000) for _ in range(16)]
     sizes = [*(12_000_000 >> (i // 3) for i in range(15)), 100_000]
     dense = [layer(0.00001, 400_000_000), layer(0.00001, 64_000_000), layer(0.00001, 16_000_000)]

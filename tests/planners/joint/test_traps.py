@@ -1,4 +1,6 @@
-"""The traps of planning: what a planner that looks at too little gets wrong, each on a problem that shows it."""
+"""The traps of planning: what a planner that looks at too little gets wrong, each on a problem that
+shows it.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -86,7 +88,9 @@ def test_an_input_can_be_swapped_too() -> None:
 
 
 def test_values_arrive_early_and_cotangents_wait() -> None:
-    """While the second stage has one micro-batch in flight the first has two; it may get a cotangent too soon."""
+    """While the second stage has one micro-batch in flight the first has two; it may get a
+    cotangent too soon.
+    """
     layers = (LayerCost("a", 1.0, 2.0, (Option(1),)), LayerCost("b", 1.0, 2.0, (Option(1),)))
     for differentiable, peaks in ((True, [2 + 50, 1 + 50]), (False, [2, 1 + 50])):
         edge = Edge(0, (1,), 50, differentiable=differentiable)
@@ -107,7 +111,9 @@ def test_values_arrive_early_and_cotangents_wait() -> None:
 
 
 def test_what_later_layers_left_is_gone_while_earlier_ones_run() -> None:
-    """The first layer needs most while it runs, but then the second's residuals are gone, of one micro-batch."""
+    """The first layer needs most while it runs, but then the second's residuals are gone, of one
+    micro-batch.
+    """
     layers = tuple(
         LayerCost(f"layer{i}", 1.0, 2.0, (Option(30),), temporary_bytes=size)
         for i, size in enumerate((40, 15))
@@ -184,7 +190,9 @@ def test_a_layer_may_be_run_again_from_an_input_that_is_run_again_too() -> None:
 
 
 def test_a_layer_that_is_run_again_works_with_what_its_backward_makes_of_it() -> None:
-    """Its residuals as its forward leaves them take 100; made by its backward, with all between, 150."""
+    """Its residuals as its forward leaves them take 100; made by its backward, with all between,
+    150.
+    """
     options = Option(100), Option(0, extra_s=1.0, extra_bytes=150)
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, options, input_bytes=10) for i in range(2))
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 3)
@@ -195,7 +203,9 @@ def test_a_layer_that_is_run_again_works_with_what_its_backward_makes_of_it() ->
 
 
 def test_runs_are_as_long_as_pays() -> None:
-    """A run keeps one input for each micro-batch, but has all residuals at once: here pairs are best."""
+    """A run keeps one input for each micro-batch, but has all residuals at once: here pairs are
+    best.
+    """
     layers = tuple(
         LayerCost(f"layer{i}", 1.0, 2.0, (Option(100),), input_bytes=30) for i in range(4)
     )
@@ -216,14 +226,18 @@ def test_all_layers_run_again_alone_when_inputs_are_dear_to_keep_in_a_run() -> N
 
 
 def test_random_bits_are_kept_where_they_are_dearer_than_memory() -> None:
-    """Dropping a mask saves few bytes and takes long; dropping activations saves many and takes little."""
+    """Dropping a mask saves few bytes and takes long; dropping activations saves many and takes
+    little.
+    """
     mask, rest, every = Option(90, extra_s=4.0), Option(20, extra_s=0.5), Option(0, extra_s=4.5)
     problem = one_stage((Option(100), mask, rest, every), 2, 190)
     assert best(problem).choices == (2,)
 
 
 def test_points_inside_the_hull_are_chosen() -> None:
-    """Prices alone see the ends of this frontier; the middle, which is dearer than their mixture, is what fits."""
+    """Prices alone see the ends of this frontier; the middle, which is dearer than their mixture,
+    is what fits.
+    """
     frontier = (Option(100), Option(60, extra_s=0.9), Option(0, extra_s=1.0))
     tight = (Option(100), Option(60, extra_s=0.6), Option(0, extra_s=0.8))
     layers = (LayerCost("a", 1.0, 1.0, frontier), LayerCost("b", 1.0, 1.0, tight))
@@ -233,7 +247,9 @@ def test_points_inside_the_hull_are_chosen() -> None:
 
 
 def test_swaps_and_traffic_share_the_link_to_the_host() -> None:
-    """A swap is hidden while the device computes; but not if the activations between stages need the link."""
+    """A swap is hidden while the device computes; but not if the activations between stages need
+    the link.
+    """
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (KEEP, SWAP, AGAIN)) for i in range(2))
     edge = Edge(0, (1,), 250)
     problem = Problem(
@@ -285,7 +301,9 @@ def test_with_few_micro_batches_the_least_sum_wins_over_the_best_balance() -> No
 
 
 def test_boundary_costs_make_the_furthest_reach_wrong() -> None:
-    """The longest first stage ends where much is sent; one layer less leaves a plan that keeps the limit."""
+    """The longest first stage ends where much is sent; one layer less leaves a plan that keeps the
+    limit.
+    """
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(10),)) for i in range(4))
     edges = (Edge(0, (1,), 1), Edge(1, (2,), 1), Edge(2, (3,), 1000))
     problem = Problem(Costs(layers, edges), 2, find_schedule("gpipe"), 1, 40)

@@ -6,7 +6,9 @@ from jvpipe.planners.joint.trips import Trips
 
 
 def test_round_trips_are_shortest_paths() -> None:
-    """The least cap over all cuts of nine layers on three stages, each group of stages looked at by itself."""
+    """The least cap over all cuts of nine layers on three stages, each group of stages looked at by
+    itself.
+    """
     rng = np.random.default_rng(0)
     n = 9
     seconds = np.cumsum(np.concatenate([[0.0], rng.uniform(1, 3, n)]))

@@ -21,14 +21,16 @@ SHAPES = shapes_of(COSTS, flat(4, 4.0), 24)
 
 def test_a_stage_takes_its_largest_share_and_its_all_reduce() -> None:
     first, last = stages_of(SHAPES, (Shape(((0, 1, 2), (3,)), 8), (0, 2, 3)))
-    # shares of 3 examples at most; 2 (2/3) of 500 bytes at 4 a second; 64 bytes through one network, twice
+    # shares of 3 examples at most; 2 (2/3) of 500 bytes at 4 a second; 64 bytes through one
+    # network, twice
     assert (first.forward_s, first.backward_s, first.comm_s) == (3 * 1.5, 3 * 3.0, 0)
     assert first.reduce_s == pytest.approx(2 * (2 / 3) * 500 / 4)
     assert (last.forward_s, last.backward_s, last.reduce_s) == (12, 24, 0)
     assert last.comm_s == pytest.approx(2 * 64 / 4)
     in_flight = 2 * 3 * 15
     assert in_flight < 3 * 400
-    # a cotangent may wait; beside its own, a third replica holds the gradients of two, and their sum
+    # a cotangent may wait; beside its own, a third replica holds the gradients of two, and their
+    # sum
     assert first.peak_bytes == 2 * 500 + 3 * 8 + 3 * 400
 
 

@@ -1,4 +1,6 @@
-"""Segments at each local batch: where nothing is rough, shapes are sought by what stages are counted by."""
+"""Segments at each local batch: where nothing is rough, shapes are sought by what stages are
+counted by.
+"""
 
 from itertools import pairwise
 

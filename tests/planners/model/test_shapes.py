@@ -1,4 +1,6 @@
-"""Shapes of pipelines: their names, the orders of their devices, and the problem that each of them is."""
+"""Shapes of pipelines: their names, the orders of their devices, and the problem that each of them
+is.
+"""
 
 from dataclasses import replace
 

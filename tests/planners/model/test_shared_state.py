@@ -1,4 +1,6 @@
-"""What replicas are spared of the optimizer's state: for all segments no more than packing gives, and nearly that."""
+"""What replicas are spared of the optimizer's state: for all segments no more than packing gives,
+and nearly that.
+"""
 
 import numpy as np
 

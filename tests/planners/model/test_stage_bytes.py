@@ -32,7 +32,8 @@ LAYERS = (
 
 
 def most_bytes(choices: tuple[int, ...], in_flight: int, shared: int = 0) -> int:
-    """The most that lies there, where every micro-batch in flight but one waits and one is built up layer by layer.
+    """The most that lies there, where every micro-batch in flight but one waits and one is built up
+    layer by layer.
 
     Of those that wait one alone has its swapped bytes still there: on their way out, or in again.
     """

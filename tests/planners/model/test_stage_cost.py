@@ -1,4 +1,6 @@
-"""The surrogate is held to the one clock: where stages are alike and send in no time, both are the same."""
+"""The surrogate is held to the one clock: where stages are alike and send in no time, both are the
+same.
+"""
 
 import pytest
 from hypothesis import given, settings

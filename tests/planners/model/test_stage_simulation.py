@@ -57,7 +57,9 @@ NUMBERS = st.tuples(
 
 
 def planned(numbers: Numbers) -> tuple[Problem, Decision]:
-    """A problem and a decision from per stage, per layer: seconds of F and B, sizes of residual and edge, choice."""
+    """A problem and a decision from per stage, per layer: seconds of F and B, sizes of residual and
+    edge, choice.
+    """
     stages, schedule, microbatches, host, peer, shared = numbers
     flat = [one for stage in stages for one in stage]
     layers = tuple(layer(float(f), float(b), size) for f, b, size, _, _ in flat)

@@ -1,4 +1,6 @@
-"""Planners on devices of several stages: what a device holds is what the simulator sees, and limits hold per device."""
+"""Planners on devices of several stages: what a device holds is what the simulator sees, and limits
+hold per device.
+"""
 
 from dataclasses import replace
 
@@ -71,7 +73,9 @@ def test_a_device_holds_what_its_forecast_shows(
 
 
 def decided(problem: Problem, limit: int) -> tuple[int, int]:
-    """The limit and what the fullest device holds, or what the planner says would do and what its plan then holds."""
+    """The limit and what the fullest device holds, or what the planner says would do and what its
+    plan then holds.
+    """
     tight = replace(problem, memory_limit_bytes=limit)
     try:
         return limit, evaluate_decision(tight, find_planner("jvpipe").decide(tight)).peak_bytes

@@ -1,4 +1,6 @@
-"""The plain state in a state in flight is the newest of everything; values replaced lie where the old ones lay."""
+"""The plain state in a state in flight is the newest of everything; values replaced lie where the
+old ones lay.
+"""
 
 import jax
 import numpy as np

@@ -1,4 +1,6 @@
-"""A folder's content is replaced whole, whenever the process dies, and what is not as it was is noticed."""
+"""A folder's content is replaced whole, whenever the process dies, and what is not as it was is
+noticed.
+"""
 
 import logging
 import shutil

@@ -1,4 +1,6 @@
-"""Several processes write one checkpoint, whole or not at all; what is read of it is what each of them held."""
+"""Several processes write one checkpoint, whole or not at all; what is read of it is what each of
+them held.
+"""
 
 import resource
 from collections.abc import Callable
@@ -35,7 +37,9 @@ class KilledError(BaseException):
 
 
 class DyingStore(Store):
-    """Kills a process when it is about to say its `word`-th word; who waits for more of it is told."""
+    """Kills a process when it is about to say its `word`-th word; who waits for more of it is
+    told.
+    """
 
     def __init__(self, process: int, word: int) -> None:
         super().__init__()
