@@ -19,17 +19,7 @@ from jax.extend import core as _core
 from jax.interpreters import mlir
 from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
 
-# Most files that need devices need other names of this file, too, and import both from here.
-from jvpipe.util.devices import Device as Device
-from jvpipe.util.devices import DeviceGroup as DeviceGroup
-from jvpipe.util.devices import devices_in as devices_in
-from jvpipe.util.devices import first_of as first_of
-from jvpipe.util.devices import is_own as is_own
-from jvpipe.util.devices import is_plain as is_plain
-from jvpipe.util.devices import placed as placed
-from jvpipe.util.devices import sharding_on as sharding_on
-from jvpipe.util.devices import spec_of
-from jvpipe.util.devices import swapper as swapper
+from jvpipe.util.devices import Device, DeviceGroup, devices_in, is_plain, sharding_on, spec_of
 
 if TYPE_CHECKING:
     TreeDef = Any

@@ -9,7 +9,6 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from jvpipe._jax import Device
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.plan import Plan
@@ -27,6 +26,7 @@ from jvpipe.session.options import checked
 from jvpipe.session.session import Session, switch_model
 from jvpipe.session.trigger import checked_rule
 from jvpipe.trainer import Trainer
+from jvpipe.util.devices import Device
 from jvpipe.util.given import checked_flag
 from jvpipe.util.option import PIPELINE
 

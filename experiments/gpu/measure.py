@@ -16,13 +16,13 @@ import numpy as np
 import optax
 
 import jvpipe
-from jvpipe import _jax
 from jvpipe.cost.compiling import Compiler
 from jvpipe.cost.targets import TARGETS
 from jvpipe.models import load
 from jvpipe.programs.model_programs import backward_program, forward_program, layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.trace.model import trace_model
+from jvpipe.util.devices import swapper
 
 Tree = Any
 Found = dict[str, Any]
@@ -182,7 +182,7 @@ def copies(scale: Scale) -> Found:
     arrays = [jnp.ones(scale.copy_mib * MIB // 4) for _ in range(4)]
     factor = jnp.ones((64 * scale.copy_mib // 2,) * 2, jnp.bfloat16)
     product = jax.jit(lambda w: jax.lax.fori_loop(0, 40, lambda _, x: (x @ w) * 1e-3, w))
-    out, back = _jax.swapper(device, "pinned_host"), _jax.swapper(device, "device")
+    out, back = swapper(device, "pinned_host"), swapper(device, "device")
     away = jax.block_until_ready([out(x) for x in arrays])
 
     def seconds(*starts: Callable[[], Any]) -> float:

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 
 from experiments.planners.questions import question
 from jvpipe import Plan
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Lowered
 from jvpipe.ir.kinds import KINDS, Runs
 from jvpipe.ir.values import ValueKind
@@ -37,6 +36,7 @@ from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.controller import Controller, Moment
 from jvpipe.runtime.engine.tensors import Ledger
+from jvpipe.util.devices import Device
 
 MICROBATCHES, MICRO_BATCH = 8, 8
 

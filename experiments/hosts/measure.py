@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 import jvpipe
-from jvpipe._jax import placed
 from jvpipe.runtime.engine.hosts import Hosts, present_hosts
+from jvpipe.util.devices import placed
 
 ROWS = {32: 8, 256: 64, 768: 256}
 """Examples of a micro-batch by width: edges of 1 KB, 64 KB and 768 KB."""

@@ -353,11 +353,13 @@ def _state(job: Job) -> jvpipe.State:
         params = job.hosts.together("weights", lambda: first_params(job.options, job.workload))
     key = jax.random.key(job.options.seed)
     state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
-    if job.options.resume and job.run.checkpoints():
-        last = job.run.checkpoints()[-1]
-        with phase("restoring the last checkpoint"), job.run.advising():
-            state = job.pipe.restore(last)
-            _go_back(job.data, last)
+    if not (job.options.resume and job.run.checkpoints()):
+        return state
+    del state  # its arrays would lie on the devices beside those of the checkpoint
+    last = job.run.checkpoints()[-1]
+    with phase("restoring the last checkpoint"), job.run.advising():
+        state = job.pipe.restore(last)
+        _go_back(job.data, last)
     return state
 
 

@@ -157,8 +157,6 @@ class StepNumbers:
         """
         job, ledger = self._job, self._job.pipe.ledger
         ideal = self._ideal_s()
-        planned = job.pipe.session.planned
-        planned_s = planned.recompute_s if planned else 0.0
         # An asynchronous step has several updates. The rate is that of its last one.
         updates = done.step * len(job.learning_rates) // job.steps
         return StepMetrics(
@@ -175,7 +173,7 @@ class StepNumbers:
             swapped_bytes=measured.swapped_bytes,
             copy_hidden_s=measured.hidden_s,
             copy_exposed_s=measured.exposed_s,
-            recomputed_s=measured.recomputed_s + planned_s,
+            recomputed_s=measured.recomputed_s,
             tokens_per_s=None if self._tokens is None else self._tokens / seconds,
             mfu=None if ideal is None else ideal / seconds,
             aux=scalars_in(done.metrics.get("aux", ())),

@@ -18,7 +18,7 @@ from tempfile import NamedTemporaryFile
 
 import jax
 
-from jvpipe._jax import Device
+from jvpipe.util.devices import Device
 
 FOLDER = "jvpipe-measured"
 """The archive's folder, inside the folder of JAX's compilation cache."""

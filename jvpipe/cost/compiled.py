@@ -9,12 +9,12 @@ reports its bytes. No backward is run.
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from jvpipe._jax import Device
 from jvpipe.cost.costs import Option
 from jvpipe.ir.fates import left_by
 from jvpipe.programs.model_programs import backward_program, partial_inputs
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
+from jvpipe.util.devices import Device
 
 
 def with_compiled_bytes(

@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any, BinaryIO
 
-from jvpipe._jax import Device, absent_device, compiled_sizes
+from jvpipe._jax import absent_device, compiled_sizes
 from jvpipe.cost.tiles import entry_bytes
+from jvpipe.util.devices import Device
 
 
 def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import jax
 
-from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive, surroundings, usable_cores
 from jvpipe.cost.example_inputs import example_of
 from jvpipe.cost.measuring_effort import MEASURING
 from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.util.devices import Device, is_own
 
 
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jvpipe._jax import Device
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.measuring_effort import MEASURING
+from jvpipe.util.devices import Device
 
 _SMALL, _LARGE = 2**16, 2**24  # bytes
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jvpipe._jax import ClosedJaxpr, Device
+from jvpipe._jax import ClosedJaxpr
 from jvpipe.cost import roofline
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
@@ -41,6 +41,7 @@ from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
+from jvpipe.util.devices import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ On devices that have TF32, products of `float32` have TF32's rate, because XLA u
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jvpipe._jax import Device
 from jvpipe.cost.families import PASCAL, SHEET, VOLTA, Family
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
+from jvpipe.util.devices import Device
 from jvpipe.util.sizes import GIB
 
 LINKS = 0.8

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from jvpipe._jax import Device, is_own
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.presets import accelerator_like
+from jvpipe.util.devices import Device, is_own
 
 T = TypeVar("T")
 Slowness = tuple[float, ...]

@@ -8,11 +8,11 @@ absent devices and for devices at hand.
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-from jvpipe._jax import Device
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.body import Body
+from jvpipe.util.devices import Device
 
 
 @dataclass(frozen=True)

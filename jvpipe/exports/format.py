@@ -23,6 +23,7 @@ from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.planned import lists_of
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
+from jvpipe.util.brief import brief
 
 VERSION = 1
 """The version of the files that this folder writes; files of other versions are refused.
@@ -182,24 +183,25 @@ def ranks_of(lists: TaskLists) -> dict[int, int]:
 
 def rule_of(
     plan: Plan,
-    microbatches: int,
+    lists: TaskLists,
     names: tuple[str, ...],
 ) -> str:
     """Returns the name of the schedule that makes a plan's task lists, or of the nearest schedule.
 
     The nearest schedule is the first in `names` with the plan's number of chunks, which are the
-    stages of a device.
+    stages of a task list.
 
     Args:
-        plan: the plan whose task lists are compared.
-        microbatches: the number of micro-batches of a step.
+        plan: the plan.
+        lists: its task lists, as `lists_for` returns them.
         names: the names of the schedules that the format knows.
 
     Raises:
         ValueError: no schedule in `names` has the plan's number of chunks.
     """
-    devices = plan.device_count
-    chunks = max(1, len(plan.stages) // devices)
+    # Devices are not counted: replicas share a list, and devices may have any numbers.
+    chunks = max(1, len(plan.stages) // len(lists))
+    microbatches = outline_for(plan).microbatches
     # These formats put the stages on the devices in a loop, 0 1 2 0 1 2. A schedule in a vee needs
     # them there and back, 0 1 2 2 1 0.
     fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
@@ -207,8 +209,7 @@ def rule_of(
         raise ValueError(
             f"there is nothing near {chunks} stages per device: the orders are {', '.join(names)}"
         )
-    lists = lists_for(plan, microbatches)
-    same = (rule for rule in fitting if rule.tasks(devices, microbatches) == lists)
+    same = (rule for rule in fitting if rule.tasks(len(lists), microbatches) == lists)
     return next(same, fitting[0]).name
 
 
@@ -328,7 +329,10 @@ def integer_field(
         signed: whether the number may be negative.
     """
     value = fields.get(name, str(default))
-    digits = value.lstrip("-") if signed else value
-    if not digits.isdecimal():
-        raise ValueError(f"{name} must be a whole number, not '{value}'")
+    # Python refuses to convert texts of many digits.
+    if not re.fullmatch(r"-?\d{1,9}" if signed else r"\d{1,9}", value):
+        least = "" if signed else " of at least 0"
+        raise ValueError(
+            f"{name} must be a whole number{least}, such as {default}, not {brief(value)}"
+        )
     return int(value)

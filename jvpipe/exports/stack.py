@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from jvpipe.exports.format import rule_named, rule_of
+from jvpipe.exports.format import lists_for, rule_named, rule_of
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules.schedule import Schedule
@@ -132,7 +132,8 @@ def layout_of(
     """
     stack = stack_of(outline)
     stages = len(plan.stages)
-    rule = rule_of(plan, outline.microbatches, names)
+    lists = lists_for(plan, outline.microbatches)
+    rule = rule_of(plan, lists, names)
     cuts = [0]
     for layer in accumulate(plan.cuts[:-1]):  # the first layer of the next stage
         distances = [abs(start - layer) for start in stack.starts]
@@ -149,7 +150,7 @@ def layout_of(
     # A format of equal stages recomputes either all blocks of all stages or none.
     if equal and again:
         again = max(counts)
-    return Layout(tuple(counts), again, rule, plan.device_count)
+    return Layout(tuple(counts), again, rule, len(lists))
 
 
 def _most_recomputed(

@@ -11,15 +11,15 @@ Rows run from left to right:
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3 ... F7 o7 f7 i1 B0 i2 B1 ...
 
-The values that a forward leaves to swap are a set. If backwards are whole, a device holds at most
-two sets at a time: one is in use, and one is on its way out or in. Two rules keep this bound.
-Before a forward that will leave a set, older sets are freed until at most one is on the device. A
-set is fetched at most one task before it is read, and only after all sets on their way out have
-been freed.
+The values that a forward leaves to swap are a set. A device holds at most two sets at a time: one
+is in use, and one is on its way out or in. Two rules keep this bound. Before a forward that will
+leave a set, older sets are freed until at most one is on the device. A set is fetched at most one
+task before it is read, and only after all sets on their way out have been freed.
 
-A set that comes back for a split backward stays on the device until the second half has run. So a
-device may then hold more than two sets. A micro-batch whose backward directly follows its forward
-is not swapped. Copies do not change values, so swapping affects only time and memory.
+If backwards are split, what the second half reads of a set stays on the device until then. It does
+not count as a set: planners count it as what a micro-batch holds between the halves. A micro-batch
+whose backward directly follows its forward is not swapped. Copies do not change values, so swapping
+affects only time and memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,7 +79,7 @@ class _Swaps:
     Devices are numbered like their task lists. The forward that leaves a set (see the top of the
     file) is its key. A set goes this way, row by row:
 
-    on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
+    on the device --OUT--> leaving --FREE--> on the host --IN--> back --(B or I)--> gone
     """
 
     def __init__(self, buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> None:
@@ -90,7 +90,8 @@ class _Swaps:
             self._next.update(pairwise(tasks))
             self._device.update((task.stage, d) for task in tasks)
         self._layer: dict[Task, int] = {}  # the first layer of the stage, which rows name
-        self._hosted: dict[Task, dict[int, int]] = {}  # by buffer: its copy on the host
+        # The sets that are leaving or on the host; by buffer: its copy on the host.
+        self._hosted: dict[Task, dict[int, int]] = {}
         self._leaving: list[list[Task]] = [[] for _ in lists]  # by device: the oldest first
         self._back: list[set[Task]] = [set() for _ in lists]  # by device
         self._fetched: dict[int, int] = {}  # by buffer: its copy that has come back
@@ -121,9 +122,9 @@ class _Swaps:
             case Kind.F:
                 if self._rests(task):
                     yield from self._leave(_forward(task), *self._swapped(task))
-            case Kind.B | Kind.W:
+            case Kind.B | Kind.I:
                 self._back[self._device[task.stage]].discard(_forward(task))
-            case Kind.I:
+            case Kind.W:
                 pass
             case _:
                 raise AssertionError(f"nobody says what is swapped after {task}")
@@ -168,13 +169,13 @@ class _Swaps:
 
     def _fetch(self, forward: Task) -> Iterator[Row]:
         """Yields the rows that begin to fetch a set, if it is on the host or on its way there."""
-        d = self._device[forward.stage]
-        if forward not in self._hosted or forward in self._back[d]:
+        if forward not in self._hosted:
             return
+        d = self._device[forward.stage]
         while self._leaving[d]:
             yield from self._free(d)
         self._back[d].add(forward)
-        for b, host in self._hosted[forward].items():
+        for b, host in self._hosted.pop(forward).items():
             self._fetched[b] = self._copy(b, Copy.FETCHED)
             yield self._row(
                 Kind.IN,

@@ -67,10 +67,3 @@ class Planned:
         for s, (i, j) in enumerate(pairwise(self.decision.bounds)):
             layers += self.problem.layers_on(s)[i:j]
         return layers
-
-    @property
-    def recompute_s(self) -> float:
-        """The seconds per step that layers' options add to backwards, summed over stages."""
-        chosen = zip(self.placed, self.decision.choices, strict=True)
-        extra_s = sum(layer.options[c].extra_s for layer, c in chosen if c >= 0)
-        return self.problem.microbatches * extra_s

@@ -19,8 +19,10 @@ def shape_words(problem: Problem) -> str:
     shape = pipeline_shape(problem)
     counts = ":".join(map(str, shape.replicas))
     match shape.kind:
+        case "straight" if problem.stages > problem.devices:
+            return f"straight, {problem.stages} stages on {problem.devices} devices"
         case "straight":
-            return f"straight, {len(shape.places)} stages of one device"
+            return f"straight, {problem.stages} stages of one device"
         case "data parallel":
             return f"data parallel, {counts} devices for all layers"
         case kind:
@@ -66,15 +68,23 @@ def shape_reasons(
             f"{1e3 * plan.step_s:.2f} ms, {plan.step_s / best_s:.2f} times as long: "
             f"{_not_work(shapes, plan.problem, stages)}"
         )
-    return [*_replica_reasons(shapes, problem, decision), *lines]
+    return [*_replica_reasons(shapes, problem, decision, best_s), *lines]
 
 
 def _replica_reasons(
     shapes: Shapes,
     problem: Problem,
     decision: Decision,
+    best_s: float,
 ) -> list[str]:
-    """Says for each place of several devices what would happen with one device fewer."""
+    """Says for each place of several devices what would happen with one device fewer.
+
+    Args:
+        shapes: the possible shapes.
+        problem: the problem of the shape that was chosen.
+        decision: the cuts and fates that were chosen for it.
+        best_s: the seconds of its step.
+    """
     reasons = []
     shape = pipeline_shape(problem, shapes.batch // problem.microbatches)
     for p, devices in enumerate(shape.places):
@@ -85,12 +95,24 @@ def _replica_reasons(
         without = shapes.problem(replace(shape, places=fewer))
         rough = kept_or_again(without, decision.bounds)
         evaluation = evaluate_decision(without, rough)
-        why = "it would not keep the limit"
-        if keeps_limits(without, evaluation):
-            step_s = simulated_step_s(without, evaluation.stages)
-            why = f"a step would take {1e3 * step_s:.2f} ms"
-        reasons.append(f"stage {p} has {count} devices because with {count - 1} {why}")
+        has = f"{_stages_at(problem, p)} {count} devices"
+        if not keeps_limits(without, evaluation):
+            reasons.append(f"{has} because with {count - 1} it would not keep the limit")
+            continue
+        step_s = simulated_step_s(without, evaluation.stages)
+        would = f"with {count - 1} a step would take {1e3 * step_s:.2f} ms"
+        # If the user has fixed the number of devices, fewer may be as fast.
+        is_reason = step_s > best_s
+        reasons.append(f"{has} because {would}" if is_reason else f"{has}; {would}, not longer")
     return reasons
+
+
+def _stages_at(problem: Problem, place: int) -> str:
+    """Names the stages at a place as the subject of a sentence, such as "stages 0 and 2 have"."""
+    stages = [str(s) for s, at in enumerate(problem.places) if at == place]
+    if len(stages) == 1:
+        return f"stage {stages[0]} has"
+    return f"stages {', '.join(stages[:-1])} and {stages[-1]} have"
 
 
 def _not_work(

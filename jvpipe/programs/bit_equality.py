@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Device, Var
+from jvpipe._jax import Var
 from jvpipe.ir.layers import Signature
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.model_programs import (
@@ -31,6 +31,7 @@ from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.body import Body
 from jvpipe.trace.graph import Traced
+from jvpipe.util.devices import Device
 
 _Arrays = dict[Var, np.ndarray]
 

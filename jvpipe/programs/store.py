@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, Device, DeviceGroup
+from jvpipe._jax import ClosedJaxpr
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
@@ -26,6 +26,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.body import Body
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
+from jvpipe.util.devices import Device, DeviceGroup, is_plain, sharding_on
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -248,7 +249,7 @@ class ProgramStore:
             lowered = self._lower(program, device)
             executable = lowered.compile(compiler_options=options)
         self._compile_s[program.key, device] = time.perf_counter() - start_s
-        if all(_jax.is_plain(x.dtype) or is_key(x) for x in program.inputs):
+        if all(is_plain(x.dtype) or is_key(x) for x in program.inputs):
             return executable
         again = jax.jit(
             program.fn,
@@ -268,7 +269,7 @@ class ProgramStore:
         inputs = []
         specs = chain(program.takes, repeat(()))  # inputs without a spec are not cut
         for array, spec in zip(program.inputs, specs, strict=False):
-            sharding = _jax.sharding_on(device, spec)
+            sharding = sharding_on(device, spec)
             inputs.append(
                 jax.ShapeDtypeStruct(
                     array.shape,
@@ -352,7 +353,7 @@ def _spread(program: Program, group: DeviceGroup) -> Any:
     """Returns a program for a group of devices; the compiler divides the work among them."""
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
-    results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]
+    results = [None if spec is None else sharding_on(group, spec) for spec in gives]
     return jax.jit(
         _jax.jaxpr_as_fun(closed),
         donate_argnums=program.donated,

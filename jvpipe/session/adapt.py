@@ -31,7 +31,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jvpipe._jax import first_of
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
@@ -56,6 +55,7 @@ from jvpipe.runtime.state.migrate import (
 from jvpipe.runtime.state.plan_change import PlanChange
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.trigger import Judge, Proposal, Told, seen
+from jvpipe.util.devices import first_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from jvpipe._jax import Device
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.papers.registry import find_planner, shape_planners
@@ -26,6 +25,7 @@ from jvpipe.session.arguments import (
 )
 from jvpipe.session.settings import Settings
 from jvpipe.util.brief import brief
+from jvpipe.util.devices import Device
 from jvpipe.util.given import several
 
 

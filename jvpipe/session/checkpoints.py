@@ -70,6 +70,8 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
 
     def arrays() -> Arrays:
         try:
+            if hosts is not None:
+                hosts.come(*state.arrays)
             return saving.arrays(state.arrays, state.stream_steps)
         except Exception as error:
             raise session.controller.failure(error) from error

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jvpipe import _jax
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
 from jvpipe.cost.slowness import work_s
@@ -38,6 +37,7 @@ from jvpipe.trace.leaves import abstract
 from jvpipe.trace.missing import missing_parameter
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.devices import is_own
 
 Tree = Any
 LeavesOf = Callable[[Stacks], Sequence[Leaf]]
@@ -351,7 +351,7 @@ class CompiledPlans:
             every.append(self.current.warmup)
         for compiled in every:
             compiled.peaks  # noqa: B018 - reading it compiles the plan where its layers lie now
-        local = [device for device in self.settings.devices if _jax.is_own(device)]
+        local = [device for device in self.settings.devices if is_own(device)]
         programs = [
             self.current.placing.initial_program(piece) for piece in self.current.optimizer.init
         ]

@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
@@ -43,6 +41,7 @@ from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf
 from jvpipe.session.settings import Settings, option_parts
 from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.loss import key_words
+from jvpipe.util.devices import Device, is_own
 
 Tree = Any
 Metrics = dict[str, Any]
@@ -115,7 +114,7 @@ class Engine:
         here = self.compiled.peaks
         at_begin = peaks if plan == self.compiled.plan else [None] * len(self.settings.devices)
         return [
-            here[i] if _jax.is_own(device) else at_begin[i]
+            here[i] if is_own(device) else at_begin[i]
             for i, device in enumerate(self.settings.devices)
         ]
 
@@ -132,8 +131,9 @@ class Engine:
             on: whether tasks are timed from now on.
             kept: how many of the last steps are remembered.
         """
-        seconds = self.compiled_plans.layer_s or ()
-        self.controller.monitor = Monitor(self.settings.devices, kept, seconds) if on else None
+        seconds, settings = self.compiled_plans.layer_s or (), self.settings
+        monitor = Monitor(settings.devices, kept, seconds, settings.microbatches) if on else None
+        self.controller.monitor = monitor
 
     def pictures(self, steps: int = 1) -> list[Picture]:
         """Waits for the end of the last steps, and returns a picture of the tasks in each."""
@@ -146,7 +146,9 @@ class Engine:
 
         If `before` is true, this is done for the step before the last one.
         """
-        return self._watching().measured(before=before)
+        measured, compiled = self._watching().measured(before=before), self.compiled
+        kept = compiled.microbatches - 1 if compiled.plan.keep_last else None
+        return measured.with_inside(compiled.recomputed_shares, kept)
 
     def _watching(self) -> Monitor:
         if self.controller.monitor is None:
@@ -170,7 +172,7 @@ class Engine:
             if hosts is None:
                 return list(map(to_host, arrays))
             spots = names_of(self.compiled, state.stream_steps)
-            own_place = next(place for place, device in enumerate(devices) if _jax.is_own(device))
+            own_place = next(place for place, device in enumerate(devices) if is_own(device))
             shapes = [self.compiled.lying(Value(kind, index), own_place) for _, index in names]
             processes = [devices[spots[newest[name]].place].process_index for name in names]
             return hosts.gather(processes, shapes, arrays)
@@ -184,6 +186,7 @@ class Engine:
         for i, parameter in enumerate(self.graph.parameters):
             array = arrays.get((ValueKind.PARAMETER, i))
             if array is not None:
+                self.controller.arrive(array)
                 by_name[parameter.array.name] = to_host(array)
         return by_name
 
@@ -393,7 +396,7 @@ class Engine:
         here = [
             layer
             for stage in stages
-            if any(_jax.is_own(devices[d]) for d in stage.devices)
+            if any(is_own(devices[d]) for d in stage.devices)
             for layer in stage.layers
         ]
         leaves = {i for layer in here for i in graph.layers[layer].reading(ValueKind.BATCH)}

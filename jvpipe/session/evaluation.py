@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvpipe import _jax
 from jvpipe.ir.buffers import HOST, Buffer
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan, Stage
@@ -39,6 +38,7 @@ from jvpipe.schedules import find_schedule
 from jvpipe.session.engine import Engine, Metrics
 from jvpipe.trace.batches import micro_batch_shapes, shapes_of
 from jvpipe.trace.model import trace_model
+from jvpipe.util.devices import is_own
 
 Tree = Any
 Function = Callable[..., Any]
@@ -283,7 +283,7 @@ def _arrays(
         spot = _name(compiled.traced.graph, buffer), buffer.place
         is_constant = buffer.value.kind is ValueKind.CONSTANT
         array = there.get(spot)
-        if array is None and _jax.is_own(compiled.devices[buffer.place]):
+        if array is None and is_own(compiled.devices[buffer.place]):
             array = carried.get(spot)
             if array is None:
                 value = constants[buffer.value.index] if is_constant else anywhere[spot[0]]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from jvpipe._jax import Device, first_of, is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
@@ -36,6 +35,7 @@ from jvpipe.session.settings import Settings
 from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
+from jvpipe.util.devices import Device, first_of, is_own
 
 
 def costs_with_state(

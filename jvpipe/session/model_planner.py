@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from jvpipe._jax import first_of, is_own
 from jvpipe.cost.archive import surroundings
 from jvpipe.cost.model_costs import carried
 from jvpipe.cost.presets import accelerator_of
@@ -39,6 +38,7 @@ from jvpipe.session.settings import OptimizerCutter, Settings, option_parts
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
+from jvpipe.util.devices import first_of, is_own
 
 
 def pays_for_room(planned: Planned) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jvpipe._jax import first_of
 from jvpipe.ir.buffers import Peak
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.runtime.engine.beside_training import Thread, beside_training, program_ends
@@ -34,6 +33,7 @@ from jvpipe.session.adapt import Adapter, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.engine import Engine
 from jvpipe.session.settings import Settings
+from jvpipe.util.devices import first_of
 
 Tree = Any
 Metrics = dict[str, Any]

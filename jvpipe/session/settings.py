@@ -7,7 +7,6 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-from jvpipe._jax import Device
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
@@ -27,6 +26,7 @@ from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.modules import warn_of_statistics
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.devices import Device
 
 Tree = Any
 

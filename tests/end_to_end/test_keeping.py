@@ -2,6 +2,7 @@
 goes on.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+from unittest import mock
 
+import jax
 import pytest
 
 import jvpipe
@@ -85,6 +88,26 @@ def test_evaluations_change_no_bit(whole: Path, tmp_path: Path) -> None:
     assert export.read_bytes() == (whole.parent / "whole.safetensors").read_bytes()
     assert checkpoints(run) == [8, 12]
     assert not (run / "best.json").exists()
+
+
+def looked_at_before_restoring(arguments: Sequence[str]) -> int:
+    """The command line, which tells how many arrays there are when a checkpoint is restored."""
+    restore = jvpipe.Pipeline.restore
+
+    def told(pipe: jvpipe.Pipeline, path: str | Path) -> jvpipe.State:
+        gc.collect()
+        print("arrays:", len(jax.live_arrays()))
+        return restore(pipe, path)
+
+    with mock.patch.object(jvpipe.Pipeline, "restore", told):
+        return train_command.main(list(arguments))
+
+
+def test_a_resumed_run_does_not_hold_its_first_state_beside_the_restored_one(whole: Path) -> None:
+    with forked(looked_at_before_restoring, "--run-dir", str(whole), "--resume") as command:
+        done = command.ended()
+    assert done.returncode == 0, done.stderr
+    assert "arrays: 1\n" in done.stdout, "the key of the run alone"
 
 
 def killed_at_the_third_evaluation(arguments: Sequence[str]) -> int:

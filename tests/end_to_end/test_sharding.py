@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe._jax import Device
+from jvpipe.util.devices import Device
 from tests.grid import grid
 from tests.sharded import (
     FULLY,

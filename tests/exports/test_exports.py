@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +132,15 @@ def test_what_would_be_lost_is_named_and_a_lossy_export_says_it(
         assert "# nearest; lost: " in text
 
 
+@pytest.mark.parametrize("devices", [(2, 3), ((0, 1), 2)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_lossy_export_keeps_the_order_whatever_the_devices(schedule: str, devices: Any) -> None:
+    """Places count, not devices: replicas are one place, and numbers of devices may begin anywhere."""
+    given = Plan.from_cuts([7, 7], devices, schedule=schedule, outline=outline())
+    back = find_format("torchtitan").load(given.export("torchtitan", lossy=True), outline())
+    assert (back.schedule, len(back.stages)) == (schedule, 2)
+
+
 def test_recomputation_of_the_first_blocks_of_every_stage_is_megatrons_by_block() -> None:
     given = with_fates(plan(EVEN), again(0), again(2), again(4))
     text = given.export("megatron")
@@ -204,6 +214,17 @@ WRONG = [
     ("megatron", "E(t*999999)*999999L", "of more than the 1000000 layers that a model may have"),
     ("megatron", "Ettt|tttL --num-layers 12", "--num-layers is 12, the layout has 6 blocks t"),
     ("megatron", "Ett|tt|ttL --pipeline-model-parallel-size 2", "3 stages cannot be shared by 2"),
+    (
+        "megatron",
+        f"EttttttL --num-layers {'6' * 5000}",
+        "--num-layers must be a whole number of at",
+    ),
+    ("megatron", "EttttttL --num-layers=--6", "at least 0, such as 6, not '--6'"),
+    (
+        "maxtext",
+        f"ici_pipeline_parallelism: {'6' * 5000}",
+        "must be a whole number, such as 1, not",
+    ),
     ("torchtitan", "parallelism = 3", r"\[parallelism\] must be a table, not 3"),
     (
         "torchtitan",

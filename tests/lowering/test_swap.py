@@ -7,12 +7,17 @@ from itertools import groupby
 import optax
 import pytest
 
-from jvpipe.ir.buffers import Copy, Lowered
+from jvpipe.ir.buffers import Buffer, Copy, Lowered
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.rows import Row
+from jvpipe.ir.task import Task
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.carrier import Block
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
+from jvpipe.lowering.swap import swap
 from jvpipe.planners.user_fates import with_fates
 from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.optimizer_pieces import cut_optimizer
@@ -80,6 +85,28 @@ def test_two_micro_batches_of_swapped_values_at_most(schedule: str) -> None:
         most = max(most, len({spot.value.microbatch for spot in here}))
         live -= set(dead)
     assert most == 2
+
+
+def test_two_sets_at_most_where_backwards_are_in_halves() -> None:
+    """Each of F3 to F5 comes before a W, whose values are back already: older sets must make room all the same."""
+    order = "F0 F1 F2 I0 I1 I2 F3 W0 F4 W1 F5 W2 I3 W3 I4 W4 I5 W5"
+    tasks = tuple(Task.parse(f"0{text}") for text in order.split())
+    buffers = [Buffer(Value(ValueKind.RESIDUAL, 0, 0, m), 0, 4) for m in range(6)]
+    blocks = [
+        Block(task, [Row(task.kind, 0, 0, 0, task.microbatch, (task.microbatch,), ())])
+        for task in tasks
+    ]
+    held: set[int] = set()
+    brought = []
+    for block in swap(blocks, buffers, (tasks,), lambda task: (0, [task.microbatch])):
+        for row in block:
+            if row.kind in (Kind.F, Kind.IN):
+                held.add(row.microbatch)
+                assert len(held) <= 2, f"before {row}"
+            elif row.kind in (Kind.FREE, Kind.I):
+                held.discard(row.microbatch)
+            brought += [row.microbatch] * (row.kind is Kind.IN)
+    assert brought == [0, 1, 2, 3, 4, 5], "once each: the second half reads what the first one did"
 
 
 def test_the_last_stage_of_1f1b_swaps_nothing() -> None:

@@ -1,5 +1,6 @@
 """What the monitor says of steps, whoever asks and whenever."""
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -120,6 +121,27 @@ def test_a_layer_takes_its_forward_its_backward_and_what_runs_again() -> None:
     ]
     found = Measured((*spans, Span("a", "0F0", 0.0, 1.0, Kind.F, {"layer": 1})), 0, 0.0, 0.0, 0.0)
     assert found.layer_s(2) == pytest.approx([1.0 + 2.5 + 0.5, 0.0])
+
+
+@pytest.mark.parametrize(("keep_last", "counted"), [(False, MICRO), (True, MICRO - 1)])
+def test_what_backwards_compute_again_inside_counts_whoever_made_the_plan(
+    keep_last: bool, counted: int
+) -> None:
+    """A plan that is given, as to a run that is resumed, comes without a planner's numbers."""
+    m = CASES["mlp"]()
+    plan = dataclasses.replace(PLAN, keep_last=keep_last)
+    pipe, state = started(m, plan, fates={"*/*": "recompute"})
+    assert pipe.session.planned is None
+    pipe.session.monitor()
+    pipe.step(state, batch_of(m, MICRO))
+    found, shares = pipe.session.measured(), pipe.session.compiled.recomputed_shares
+    assert not [span for span in found.spans if span.kind is Kind.R]
+    backwards = [span for span in found.spans if span.kind is Kind.B]
+    again = [span for span in backwards if span.args["microbatch"] < counted]
+    assert found.recomputed_s == pytest.approx(
+        sum((span.end_s - span.start_s) * shares[span.args["layer"]] for span in again)
+    )
+    assert 0 < max(shares) < 1
 
 
 def test_what_goes_to_another_process_has_a_place_among_the_links() -> None:

@@ -100,3 +100,13 @@ def test_an_evaluation_is_no_step() -> None:
     (picture,) = pipe.session.pictures(5)
     assert {Kind.F, Kind.B, Kind.U} <= {span.kind for span in picture.spans}
     assert Kind.E not in {span.kind for span in pipe.session.measured().spans}
+
+
+def test_micro_batches_of_earlier_steps_of_a_stream_are_named_as_in_their_own_step() -> None:
+    _, pictures = drawn("pipedream")
+    backwards = [span for picture in pictures for span in picture.spans if span.kind is Kind.B]
+    for span in backwards:
+        assert span.args["microbatch"] in range(MICRO)
+        assert span.name.endswith(f"B{span.args['microbatch']}")
+    late = {(span.name, span.args["steps_ago"]) for span in backwards if "steps_ago" in span.args}
+    assert late == {(f"0B{MICRO - 1}", 1)}

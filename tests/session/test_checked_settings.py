@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jvpipe
-from jvpipe._jax import devices_in
 from jvpipe.runtime.engine.meshes import inner_axes
+from jvpipe.util.devices import devices_in
 from tests.sharded import ROWS, loss_fn, meshes, parameters, shapes
 
 UP = PartitionSpec(None, "model")

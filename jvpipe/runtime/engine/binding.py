@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.cost.target_store import AbsentProgram
 from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
@@ -25,6 +24,7 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value
+from jvpipe.util.devices import Device, swapper
 
 _PROMPT_BYTES = 1 << 16
 """The largest array, in bytes, that the dispatching thread copies itself.
@@ -240,9 +240,9 @@ def _copy(
             copier = _jax.prompt_copier(source, goal) if is_prompt else _jax.copier(goal)
             return _in_list(copier)
         case Kind.OUT:
-            return _in_list(_jax.swapper(devices[row.place], "pinned_host"))
+            return _in_list(swapper(devices[row.place], "pinned_host"))
         case Kind.IN:
-            return _in_list(_jax.swapper(devices[row.place], "device"))
+            return _in_list(swapper(devices[row.place], "device"))
         case Kind.FREE:
             return _wait
         case Kind.RECEIPT:

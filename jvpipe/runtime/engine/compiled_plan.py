@@ -21,7 +21,6 @@ from functools import cached_property
 
 import jax
 
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import Value
@@ -39,6 +38,7 @@ from jvpipe.runtime.engine.placing import Placing
 from jvpipe.runtime.engine.row_binder import LayerLayouts, RowBinder
 from jvpipe.runtime.engine.row_programs import RowPrograms
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
+from jvpipe.util.devices import Device
 
 
 @dataclass(eq=False)

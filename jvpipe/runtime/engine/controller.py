@@ -210,7 +210,10 @@ class Controller:
         if not bound.waits:
             return range(len(bound.instructions))
         leaves_host = bound.leaves_host if self.host_limited else ()
-        return dispatch_ready(bound.lowered.rows, bound.targets, table, leaves_host)
+        rows, targets = bound.lowered.rows, bound.targets
+        if self.hosts is None:
+            return dispatch_ready(rows, targets, table, leaves_host)
+        return dispatch_ready(rows, targets, table, leaves_host, self.hosts.check_silence)
 
     def _begin(
         self,
@@ -262,9 +265,7 @@ class Controller:
     def _pass_first(self) -> None:
         """Waits for the oldest mark, and removes it; raises an error if its row has failed."""
         mark = self.marks[0]
-        if self.hosts is not None:
-            self.hosts.come(mark.array)
-        error = mark.error()
+        error = self._error_of(mark)
         if error is None:
             self.marks.popleft()
             return
@@ -274,6 +275,15 @@ class Controller:
         if mark.row.kind is Kind.E:
             self.marks.clear()
         raise failure from error
+
+    def _error_of(self, mark: Mark) -> Exception | None:
+        """Waits until the row of a mark has run; returns its error, if it has failed."""
+        if self.hosts is not None:
+            try:
+                self.hosts.come(mark.array)
+            except HostLost as lost:
+                return lost
+        return mark.error()
 
     def arrive(self, array: jax.Array) -> None:
         """Waits for an array; raises the error if its computation has failed."""
@@ -299,14 +309,14 @@ class Controller:
             row: the row that was being dispatched, if there was one.
             at: the step of that row.
         """
-        if isinstance(error, HostLost):  # its message is complete
-            return error
         # The error may be the consequence of an earlier one. The oldest failed mark is the cause.
-        for mark in self.marks:
-            cause = mark.error()
+        for mark in () if isinstance(error, HostLost) else self.marks:
+            cause = self._error_of(mark)
             if cause is not None:
                 error, row, at = cause, mark.row, mark.at
                 break
+        if isinstance(error, HostLost):  # its message is complete
+            return error
         where = "something outside of all steps"
         if row and at:
             where = describe(row, at, self.microbatches, self.first_step)

@@ -42,6 +42,7 @@ def dispatch_ready(
     targets: Sequence[int],
     table: Sequence[Any],
     leaves_host: Container[int] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
     """Yields the number of each row once it may be dispatched.
 
@@ -51,6 +52,8 @@ def dispatch_ready(
         table: the array of each buffer; None before it is made. The caller adds a row's arrays
             before it asks for the next number.
         leaves_host: the numbers of the rows that free bytes of the host, if the host has a limit.
+        check: is called again and again while all rows that are left wait for copies. It raises an
+            error if a copy will never come, because the other process is stopped.
     """
     blocked = _Blocked(rows, targets, table, leaves_host)
     queues = blocked.queues
@@ -68,6 +71,7 @@ def dispatch_ready(
         before = sum(map(len, queues.values()))
         yield from blocked.retry()
         if sum(map(len, queues.values())) == before:
+            check()
             time.sleep(_POLL_S)
 
 

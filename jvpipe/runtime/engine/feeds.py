@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe._jax import Tracer, is_plain
+from jvpipe._jax import Tracer
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.trace.leaves import abstract, canonical
+from jvpipe.util.devices import is_plain
 
 Tree = Any
 

@@ -85,25 +85,36 @@ class Hosts(Channel):
         # If two threads call this at once, `setdefault` gives both the same object.
         return self._asides.setdefault(name, aside)
 
-    def come(self, array: jax.Array) -> None:
-        """Waits until an array has come or its computation has failed.
+    def come(self, *arrays: jax.Array | None, pause_s: float = _BRIEFLY_S) -> None:
+        """Waits until arrays have come or their computations have failed.
 
         Args:
-            array: an array that comes from another process, or depends on one that does.
+            arrays: arrays that come from another process, or depend on one that does; None stands
+                for an array of another process.
+            pause_s: seconds until the second check; later pauses are longer, unless this is 0.
+
+        Raises:
+            HostLost: a process has been silent for too long.
+        """
+        # JAX itself would wait for a stopped process forever, so the arrays are checked repeatedly.
+        for array in arrays:
+            pause = pause_s
+            while array is not None and not _jax.is_ready(array):
+                self.check_silence()
+                time.sleep(pause)
+                pause = min(2 * pause, _BETWEEN_S)
+
+    def check_silence(self) -> None:
+        """Checks that the other processes are alive; every loop that waits for one calls this.
 
         Raises:
             HostLost: a process has been silent for too long, because it is stopped or its host
                 cannot be reached.
         """
-        # JAX itself would wait for a stopped process forever, so the array is checked repeatedly.
-        pause_s = _BRIEFLY_S
-        while not _jax.is_ready(array):
-            if silent := self.silent(self.silent_s):
-                awaited = self.awaited()
-                waited = f": waited for {awaited}" if awaited else ""
-                raise HostLost(f"{silent}, go on from the last checkpoint{waited}")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _BETWEEN_S)
+        if silent := self.silent(self.silent_s):
+            awaited = self.awaited()
+            waited = f": waited for {awaited}" if awaited else ""
+            raise HostLost(f"{silent}, go on from the last checkpoint{waited}")
 
     def awaited(self) -> str:
         """Names what this process waits for, and from which process; empty if it does not wait."""
@@ -268,6 +279,7 @@ class Hosts(Channel):
             for number, (holder, like, array) in enumerate(here):
                 arrived = self.connected.ask(holder, number, like) if holder else array
                 assert arrived is not None
+                self.come(arrived)
                 values.append(to_host(arrived))
         # No process goes on before all arrays have arrived, because it could overwrite its arrays.
         self.exchange("gathered", b"")
@@ -295,7 +307,8 @@ class Hosts(Channel):
                 transport.offer(copy.target, number, array)
             asks = copy.target == self.process
             here.append(transport.ask(copy.source, number, copy.like) if asks else None)
-        jax.block_until_ready(here)
+        self.come(*here)
+        jax.block_until_ready(here)  # raises the error of a copy that has failed
         # As in `gather`, no process may overwrite an array before all arrays have arrived.
         self.exchange("carried", b"")
         return here

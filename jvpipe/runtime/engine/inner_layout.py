@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from jax.sharding import NamedSharding
 
-from jvpipe._jax import Device, DeviceGroup
 from jvpipe.ir.layers import Array, LayerGraph, Ref, Spec
 from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
@@ -23,6 +22,7 @@ from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model_programs import evaluation_program, forward_program
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
+from jvpipe.util.devices import Device, DeviceGroup
 
 
 def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph:

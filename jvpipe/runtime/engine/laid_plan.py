@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from jvpipe import _jax
-from jvpipe._jax import Device
+from jvpipe.cost.presets import accelerator_of
+from jvpipe.cost.recomputed_shares import recomputed_shares
 from jvpipe.ir.examples import Batching
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import Kind
@@ -28,6 +28,7 @@ from jvpipe.runtime.engine.replicas import Replicas, check_replicas
 from jvpipe.schedules.planned import lists_of, pipeline_length
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
+from jvpipe.util.devices import Device, first_of, is_own
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class LaidPlan:
     def _group(self) -> Device | None:
         """A mesh of this process, if tensors between layers are cut over meshes; else None."""
         is_laid = self.traced.loss.sharding and not self.plan.replicated
-        return next(filter(_jax.is_own, self.devices)) if is_laid else None
+        return next(filter(is_own, self.devices)) if is_laid else None
 
     def _layer_programs(self, share: Share | Fates) -> tuple[LayerPrograms, ...]:
         """Makes the programs of all layers for a layout, which keeps the given residuals."""
@@ -108,6 +109,12 @@ class LaidPlan:
         if not (group and sharding):
             return programs
         return laid_programs(self.store, self.graph, programs, group, sharding)
+
+    @cached_property
+    def recomputed_shares(self) -> list[float]:
+        """By layer, the estimated share of its backward that computes values again."""
+        device = accelerator_of(first_of(self.devices[0]))
+        return recomputed_shares(self.store, self.traced, self.plan, device)
 
     @cached_property
     def lists(self) -> TaskLists:

@@ -4,8 +4,8 @@ import json
 import os
 from collections.abc import Sequence
 
-from jvpipe._jax import Device, is_own
 from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.util.devices import Device, is_own
 from jvpipe.util.sizes import GIB, limits_of_each
 
 _ALIKE = 0.98

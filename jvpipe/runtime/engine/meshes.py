@@ -6,11 +6,12 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in
+from jvpipe._jax import JaxprEqn
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.sharding import Sharding, named_axes, words
 from jvpipe.trace.jaxprs import every
 from jvpipe.util.brief import brief
+from jvpipe.util.devices import Device, DeviceGroup, devices_in
 
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 """An example for messages."""

@@ -19,23 +19,26 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import jax
 
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.ir.span import Span
 from jvpipe.runtime.engine.binding import Instruction
 from jvpipe.runtime.engine.record import WATCHED, Reading, Record
+from jvpipe.util.devices import Device
 
 _PASSES = {kind for kind, info in KINDS.items() if info.busy and info.runs is Runs.LAYER}
 _HALVES = {Kind.I, Kind.W}
+_BACKWARDS = _HALVES | {Kind.B}
 _BEGIN = {kind for kind, info in KINDS.items() if info.in_flight == 1}
 _END = {kind for kind, info in KINDS.items() if info.in_flight == -1}
+_OF_MICROBATCHES = {kind for kind, info in KINDS.items() if info.runs is Runs.LAYER}
+_OF_MICROBATCHES |= {Kind.OUT, Kind.IN}
 TICK_S = 1e-9
 """The shortest time of a task, in seconds: a thread that wakes late may see two markers at once."""
 
@@ -50,7 +53,8 @@ class Measured:
         swapped_bytes: how many bytes were copied to the host.
         copy_s: the seconds of copies to the host and back.
         exposed_s: the part of `copy_s` in which a device was idle because of a copy.
-        recomputed_s: the seconds of forwards that ran again.
+        recomputed_s: the seconds of forwards that ran again, and of values that backwards computed
+            again, if `with_inside` has added them.
         exposed: `exposed_s` by the name of the device.
     """
 
@@ -98,6 +102,21 @@ class Measured:
         counted = _PASSES - _HALVES if Kind.B in kinds else _PASSES
         return sum(median_s.get((layer, kind), 0.0) for kind in counted)
 
+    def with_inside(self, shares: Sequence[float], kept: int | None) -> "Measured":
+        """Returns the same with the seconds in which backwards computed values again inside.
+
+        Args:
+            shares: by layer, the share of its backward that computes values again.
+            kept: the micro-batch of which everything is kept, if there is one.
+        """
+        inside_s = 0.0
+        for span in self.spans:
+            # In a step before a change of the model, there may have been more layers.
+            has_share = span.kind in _BACKWARDS and span.args["layer"] < len(shares)
+            if has_share and span.args["microbatch"] != kept:
+                inside_s += shares[span.args["layer"]] * (span.end_s - span.start_s)
+        return replace(self, recomputed_s=self.recomputed_s + inside_s)
+
     @property
     def hidden_s(self) -> float:
         """The seconds of copies during which the devices worked."""
@@ -121,6 +140,7 @@ class Monitor:
         kept: how many of the last steps are kept, at least two.
         layer_s: the seconds of each layer, if they are known. A group of layers that run as one
             program is measured as a whole, and its time is divided in proportion to these seconds.
+        microbatches: how many micro-batches a step has.
     """
 
     def __init__(
@@ -128,8 +148,9 @@ class Monitor:
         devices: Sequence[Device],
         kept: int = 2,
         layer_s: Sequence[float] = (),
+        microbatches: int = 1,
     ) -> None:
-        self._layer_s = layer_s
+        self._layer_s, self._microbatches = layer_s, microbatches
         names = [str(device) for device in devices]
         self.memories = [*names, "host"]
         links = [f"{name} host" for name in names]
@@ -310,14 +331,18 @@ class Monitor:
             start_s: when it started.
             end_s: when it ended.
         """
-        args: dict[str, int] = {"layer": row.layer, "microbatch": row.microbatch}
+        m = row.microbatch
+        args: dict[str, int] = {"layer": row.layer, "microbatch": m}
         if row.kind in WATCHED:
             args["bytes"] = sum(lowered.buffers[b].bytes for b in row.writes)
-        m = max(row.microbatch, 0)
-        name = f"{row.stage}{row.kind}{m}"
+        # In a stream, micro-batches of earlier steps have negative numbers. Everybody else counts
+        # them from the start of their own step.
+        if m < 0 and row.kind in _OF_MICROBATCHES:
+            step, m = divmod(m, self._microbatches)
+            args |= {"microbatch": m, "steps_ago": -step}
         return Span(
             self._named(row, lowered),
-            name,
+            f"{row.stage}{row.kind}{max(m, 0)}",
             start_s,
             end_s,
             row.kind,

@@ -14,8 +14,6 @@ from typing import Any, assert_never
 
 import jax
 
-from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
 from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
@@ -27,6 +25,7 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.runtime.engine.value_shapes import value_spec
+from jvpipe.util.devices import Device, is_own, sharding_on, swapper
 
 Key = Spot | Slot
 """The key of an array while a state is made: its spot, that is, its value and place. For a
@@ -173,7 +172,7 @@ class Placing:
         """
         if not buffer.copy.on_host:
             return array
-        swap_out = _jax.swapper(self.devices[buffer.place], "pinned_host")
+        swap_out = swapper(self.devices[buffer.place], "pinned_host")
         away = swap_out(array).block_until_ready()
         array.delete()
         return away
@@ -193,7 +192,7 @@ class Placing:
             may_alias: whether the result may share memory with `value`; None lets JAX decide.
         """
         spec = self._spec(buffer.value)
-        sharding = _jax.sharding_on(self.devices[buffer.place], spec)
+        sharding = sharding_on(self.devices[buffer.place], spec)
         array = jax.device_put(value, sharding, may_alias=may_alias)
         return self._resting(array, buffer)
 
@@ -201,7 +200,7 @@ class Placing:
         return value_spec(self.graph, self.optimizer, value)
 
     def _is_own(self, buffer: Buffer) -> bool:
-        return _jax.is_own(self.devices[buffer.place])
+        return is_own(self.devices[buffer.place])
 
     def values(self, arrays: Sequence[jax.Array | None]) -> dict[Name, jax.Array]:
         """Returns one array of each name that this process has."""
@@ -235,7 +234,7 @@ class Placing:
             device = self.devices[of_piece.device]
             arguments = []
             for key in of_piece.reads:
-                sharding = _jax.sharding_on(device, self._key_spec(key))
+                sharding = sharding_on(device, self._key_spec(key))
                 arguments.append(jax.device_put(table[key], sharding))
             results = executable(*arguments)  # a marker follows the arrays
             for key, array in zip(of_piece.writes, results, strict=False):
@@ -302,7 +301,7 @@ class Placing:
     @cached_property
     def _home(self) -> int:
         """The first place whose device belongs to this process."""
-        return next(i for i, device in enumerate(self.devices) if _jax.is_own(device))
+        return next(i for i, device in enumerate(self.devices) if is_own(device))
 
     @cached_property
     def _places(self) -> dict[int, int]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.rows import AskRun, OfferRun, Row
@@ -28,6 +26,7 @@ from jvpipe.runtime.engine.binding import Bound, bind_rows
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.row_programs import RowPrograms, arrival
+from jvpipe.util.devices import Device, placed
 
 LayerLayouts = Sequence[Sequence[LayerPrograms]]
 """The programs of all layers, for each layout. Rows name a layout by its position here."""
@@ -85,8 +84,8 @@ class RowBinder:
         # Rows that differ only in their micro-batch share an executable.
         tasks = _tasks(lowered)
         programs = {task: rows.laid(lowered, row) for task, row in tasks.items()}
-        placed = [(programs[task], devices[row.place]) for task, row in tasks.items()]
-        executables = dict(zip(tasks, self._compiled(placed), strict=True))
+        on_devices = [(programs[task], devices[row.place]) for task, row in tasks.items()]
+        executables = dict(zip(tasks, self._compiled(on_devices), strict=True))
         can_fail = {task for task, program in programs.items() if program.calls_host}
         bound = bind_rows(
             lowered,
@@ -155,7 +154,7 @@ class RowBinder:
         copied = copy.reads[0]
         array = rows.crossing_array(whole, copied)
         spec = row_programs.spec(whole.buffers[copied].value)
-        like = _jax.placed(array, self.devices[row.place], spec)
+        like = placed(array, self.devices[row.place], spec)
         return self.hosts.asking(row.run, copy, like)
 
     def _mark(self, row_programs: RowPrograms, moved: Buffer) -> Callable[[], Any] | None:

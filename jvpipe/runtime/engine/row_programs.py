@@ -13,8 +13,6 @@ from typing import TypeVar, assert_never
 
 import jax
 
-from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph, Spec
@@ -40,6 +38,7 @@ from jvpipe.runtime.engine.replicas import Replicas
 from jvpipe.runtime.engine.value_shapes import shape, value_shape, value_spec
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
+from jvpipe.util.devices import Device, placed
 
 R = TypeVar("R")
 
@@ -261,7 +260,7 @@ class RowPrograms:
             value: a value for which `known_shape` is not None.
             device: the device, or the mesh.
         """
-        return _jax.placed(self.shape(value), device, self.spec(value))
+        return placed(self.shape(value), device, self.spec(value))
 
 
 def arrival(arrays: Sequence[jax.ShapeDtypeStruct]) -> Program:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jvpipe._jax import Device, devices_in
 from jvpipe.ir.buffers import HOST, Peak
 from jvpipe.ir.layers import Array
 from jvpipe.runtime.engine.versions import VersionLedger
+from jvpipe.util.devices import Device, devices_in
 
 Identity = tuple[str, Array]
 """The kind of an array, with its path, shape and type. Arrays of two models are the same array if

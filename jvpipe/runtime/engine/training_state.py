@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import Device, Tracer
+from jvpipe._jax import Tracer
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.programs.store import Program, ProgramStore
@@ -23,6 +23,7 @@ from jvpipe.trace.keys import is_key
 from jvpipe.trace.structure import structure
 from jvpipe.util.brief import brief
 from jvpipe.util.columns import columns
+from jvpipe.util.devices import Device, sharding_on
 from jvpipe.util.given import is_whole
 from jvpipe.util.sizes import format_bytes
 
@@ -152,7 +153,7 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
     """
 
     def put(value: Any, device: Device, spec: Spec) -> jax.Array:
-        sharding = _jax.sharding_on(device, spec)
+        sharding = sharding_on(device, spec)
         if not isinstance(value, LazyArray):
             return jax.device_put(value, sharding, may_alias=False)
         array = jax.device_put(np.asarray(value), sharding, may_alias=False)
@@ -223,7 +224,7 @@ def _made_leaf(
         return executable
 
     def make(device: Device, spec: Spec) -> jax.Array:
-        whole = _jax.sharding_on(device)
+        whole = sharding_on(device)
         arguments = [jax.device_put(env[v], whole) for v in inputs]
         return compiled(device, spec)(*arguments)[0]
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe.trace.keys import implementation_of, is_key
+from jvpipe.util.devices import placed
 
 _RUN_BITS = 24
 """How many of the low bits in a copy's number are for its row; the rest counts the runs of rows."""
@@ -43,7 +44,7 @@ class Transport:
         self._run = 0
         (device, *_) = jax.local_devices()
         number = jax.ShapeDtypeStruct((), np.int32)
-        like = _jax.placed(number, device)
+        like = placed(number, device)
         self._ends: dict[int, jax.Array] = {}  # by process: comes when the process is gone
         for process, link in links.items():
             (self._ends[process],) = link.pull(_NEVER, [like])
@@ -82,12 +83,12 @@ class Transport:
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
         words = jax.eval_shape(jax.random.key_data, like) if is_key(like) else like
-        placed = jax.ShapeDtypeStruct(
+        words_like = jax.ShapeDtypeStruct(
             words.shape,
             words.dtype,
             sharding=like.sharding,
         )
-        (array,) = self._links[process].pull(self._copy(number), [placed])
+        (array,) = self._links[process].pull(self._copy(number), [words_like])
         if not is_key(like):
             return array
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype))

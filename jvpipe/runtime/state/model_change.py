@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 
-from jvpipe import _jax
 from jvpipe.ir.buffers import HOST, Peak, Spot
 from jvpipe.ir.values import Owner
 from jvpipe.runtime.engine.channel import CLOSING_S
@@ -36,6 +35,7 @@ from jvpipe.runtime.engine.tensors import (
 )
 from jvpipe.runtime.engine.transport import to_host
 from jvpipe.runtime.state.origins import Arrival, Origins, Parked
+from jvpipe.util.devices import is_own
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +224,7 @@ class ModelSwitch:
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
         leaves = Parked()
+        origins.hosts.come(*arrays)
         for identity, x in origins.parks.items():
             leaves[identity] = x if isinstance(x, Away) else to_host(arrays[x])
         # In a change by host, `_leave` deletes arrays that move, so they are copied first.
@@ -326,9 +327,9 @@ class ModelSwitch:
         for arrival in self.origins.arrivals:
             buffer = arrival.buffer
             device = self._new.devices[buffer.place]
-            is_own = _jax.is_own(device)
+            is_here = is_own(device)
             process, value = self._value(arrival, before)
-            if is_own and arrival.how != "stay":
+            if is_here and arrival.how != "stay":
                 ledger.hold(buffer.memory, buffer.bytes)
             if process != device.process_index:
                 home = self.origins.home(arrival)
@@ -339,9 +340,9 @@ class ModelSwitch:
                     sent.append((home, value))
                 copy = self._new.carried(buffer, process)
                 crossing.append((key_of(buffer), copy, value))
-            elif is_own and arrival.how == "stay":
+            elif is_here and arrival.how == "stay":
                 placed[key_of(buffer)] = value
-            elif is_own and value is not None:
+            elif is_here and value is not None:
                 placed[key_of(buffer)] = self._new.placing.put(value, buffer, may_alias=False)
         return crossing
 

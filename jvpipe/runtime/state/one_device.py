@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvpipe._jax import first_of
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, Ref, Source
@@ -31,6 +30,7 @@ from jvpipe.programs.model_programs import forward_program, piece_program
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.util.devices import first_of
 
 
 class Replay:

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jvpipe import _jax
 from jvpipe.ir.buffers import Buffer
 from jvpipe.ir.layers import Array
 from jvpipe.ir.values import Owner
@@ -25,6 +24,7 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
 from jvpipe.runtime.engine.placing import name_of
 from jvpipe.runtime.engine.tensors import Away, Identity
+from jvpipe.util.devices import is_own
 
 Parked = dict[Identity, Any]
 """Arrays of earlier models that lie on the host; `Away` if they lie on another process's host."""
@@ -171,7 +171,7 @@ class Origins:
     def had(self, index: int) -> bool:
         """Tells whether a buffer of the old model is on a device of this process."""
         place = self.old.persistent[index].place
-        return _jax.is_own(self.old.devices[place])
+        return is_own(self.old.devices[place])
 
     def process_of(self, index: int) -> int:
         """Returns the process that holds a buffer of the old model."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from jvpipe import _jax
 from jvpipe.ir.buffers import Buffer, Copy, Spot
 from jvpipe.ir.values import NONE, VALUES, ValueKind
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -23,6 +22,7 @@ from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import Name, State
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.util.brief import brief
+from jvpipe.util.devices import devices_in, is_own, sharding_on, swapper
 
 
 def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
@@ -70,8 +70,8 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     for buffer, at in zip(compiled.persistent, nearest, strict=True):
         array = state.arrays[at]
         device = compiled.devices[buffer.place]
-        is_here = array is not None and _jax.is_own(device)
-        if is_here and array.devices() != {*_jax.devices_in(device)}:
+        is_here = array is not None and is_own(device)
+        if is_here and array.devices() != {*devices_in(device)}:
             array = compiled.placing.put(array, buffer)
         plain.append(array)
     return tuple(plain)
@@ -220,7 +220,7 @@ def restore_in_flight(
         value = values[name]
         buffer = step.lowered.buffers[b]
         device = compiled.devices[buffer.place]
-        if not _jax.is_own(device):
+        if not is_own(device):
             arrays.append(None)
             continue
         expected = _like(compiled, buffer)
@@ -231,10 +231,10 @@ def restore_in_flight(
             other = f"of {buffer.bytes} bytes" if expected is None else brief(expected)
             raise ValueError(f"its '{name}' is {brief(value)}, and should be {other}")
         ledger.hold(buffer.memory, buffer.bytes)
-        sharding = _jax.sharding_on(device, compiled.spec(buffer.value))
+        sharding = sharding_on(device, compiled.spec(buffer.value))
         array = jax.device_put(value, sharding, may_alias=False)
         if buffer.copy.on_host:
-            array = _jax.swapper(device, "pinned_host")(array)
+            array = swapper(device, "pinned_host")(array)
         arrays.append(array)
     return tuple(arrays)
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe._jax import is_own
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
@@ -26,6 +25,7 @@ from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of
 from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.loss import KeyKind
+from jvpipe.util.devices import is_own
 
 
 @dataclass(frozen=True)
