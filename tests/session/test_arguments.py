@@ -202,7 +202,7 @@ def test_parameters_that_are_gone() -> None:
 def test_a_model_state_that_nobody_carries() -> None:
     refused(
         lambda: pipeline().init(PARAMS, narrow(), None, {"n": 1.0}),
-        "the loss carries none: say has_state=True",
+        "the loss has none: set has_state=True",
     )
 
 
