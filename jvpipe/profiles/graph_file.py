@@ -22,7 +22,7 @@ def read_graph(path: str | Path) -> GraphFile:
 
     Each forward node becomes a layer. The layers are in a topological order in which nodes
     that must share a device are as close together as possible. If several nodes could come next,
-    the node with the lowest id does.
+    the node with the lowest id comes next.
 
     Raises:
         ValueError: the file cannot be read, or its content is wrong; the message says what is

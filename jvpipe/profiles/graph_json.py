@@ -6,7 +6,7 @@ Operators", 2020.
     field of a node     meaning
     fpgaLatency         the milliseconds that the node takes on an accelerator
     size                the bytes that the node needs on an accelerator
-    colorClass          a number; all nodes with the same one must share a device
+    colorClass          a number; all nodes with the same number must share a device
     isBackwardNode      1 for a node of the backward. Most backward nodes have the color class of
                         their forward node; losses and sums of gradients may have other classes
 
@@ -45,7 +45,7 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     does not say which bytes are activations, so the plan swaps and recomputes nothing.
 
     All edges use one link, whose rate is the median over the edges that have both `cost` and
-    `size`. The bytes of every edge are what this link moves in the edge's `cost`.
+    `size`. Every edge counts as the bytes that this link moves in the edge's `cost`.
 
     Args:
         text: the text of the file.

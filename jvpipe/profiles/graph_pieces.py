@@ -27,10 +27,10 @@ def pieces_of(
     """Divides nodes into pieces, and orders the pieces so that no edge runs backward.
 
     Every class is within one piece, and the pieces are as small as possible. If several pieces
-    could come next, the piece that has the lowest node does.
+    could come next, the piece that has the lowest node comes next.
 
     Args:
-        nodes: all nodes; the nodes of a piece have the same order.
+        nodes: all nodes; each piece has its nodes in the same order.
         edges: the pairs of source and target; edges may run in cycles.
         classes: lists of nodes that must share a device.
 

@@ -39,7 +39,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class _SentValue:
-    """A value that an operator sends between two layers, or within one; `seconds` on the link."""
+    """A value that an operator sends between layers; `seconds` is the time that the link takes."""
 
     operator: Operator
     source: int

@@ -63,7 +63,7 @@ class DeviceGroup:
         return self.first.addressable_memories()
 
     def default_memory(self) -> Any:
-        """Returns the memory of the first device in which arrays lie by default."""
+        """Returns the default memory of the first device."""
         return self.first.default_memory()
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
             ...
 
         def default_memory(self) -> Any:
-            """Returns the memory in which arrays lie by default."""
+            """Returns the memory in which the device puts arrays by default."""
             ...
 
 else:
