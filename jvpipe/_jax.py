@@ -126,7 +126,7 @@ def new_variable(aval: Any) -> Var:
 
 
 def reshaped_variable(var: Var, shape: Sequence[int]) -> Var:
-    """Returns a new variable with another shape; a dropped variable gives a dropped one."""
+    """Returns a new variable with another shape, which is dropped if `var` is dropped."""
     return type(var)(aval(var).update(shape=tuple(shape)))
 
 
@@ -424,7 +424,7 @@ def _compiled_sizes(
     device: Device,
     flags: dict[str, str | bool],
 ) -> tuple[str, tuple[int, ...]]:
-    """Compiles a program under some compiler options; returns what `compiled_sizes` does."""
+    """Compiles a program with the given compiler options; the result is as in `compiled_sizes`."""
     options = _jaxlib.CompileOptions()
     options.num_replicas = 1
     options.num_partitions = 1

@@ -44,7 +44,9 @@ def _check_given(
             "model_state is given, but the loss has none: set has_state=True, or leave it out"
         )
     if is_initializer(params) and rng is None:
-        raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
+        raise ValueError(
+            "parameters that a function makes need a key: call init(function, batch, rng)"
+        )
 
 
 class Trainer:
