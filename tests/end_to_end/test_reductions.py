@@ -356,7 +356,7 @@ def test_what_the_user_says_of_state_must_fit_it() -> None:
     for said, message in (
         (
             {"n": "mean", "any": "same"},
-            "says 'mean' of 'n', which is of type int32: say 'sum', 'same'",
+            "says 'mean' for 'n', which is of type int32: choose 'sum', 'same'",
         ),
         ({"n": "sum", "any": "sum"}, "says 'sum' of 'any', which is of type bool: say 'same'"),
         ({"m": "sum"}, "model_state_reduce pattern 'm' matches no leaf: there are 'any', 'n'"),
