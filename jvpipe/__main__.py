@@ -1,4 +1,4 @@
-"""`python -m jvpipe`: does what the command `jvpipe` does."""
+"""Runs the command `jvpipe` as `python -m jvpipe`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The only file that uses `jax.extend` and jaxlib directly, or depends on the version of JAX.
+"""The only file that uses `jax.extend`, jaxlib or other parts of JAX that may change.
 
 Other files use only the public modules of JAX, so an upgrade of JAX should change this file alone.
 """
@@ -53,7 +53,10 @@ def scope(eqn: JaxprEqn) -> str:
 
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
-    """Returns the source of an equation inside a call: the call's source, with both name scopes."""
+    """Returns the source of the call around an equation, with the name scopes of both.
+
+    If `outer`, the source of the call, is None, returns the source of the equation.
+    """
     source = eqn.source_info
     if outer is None:
         return source
@@ -67,7 +70,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation calls code on the host and keeps the order of such calls."""
+    """Tells whether an equation has an ordered effect, such as an ordered call of host code."""
     return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
@@ -77,7 +80,7 @@ def is_of_closed_over(error: Exception) -> bool:
 
 
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
-    """Returns file and name of each function that was running when an equation was traced.
+    """Returns the file and the name of each function on the call stack when JAX traced an equation.
 
     The innermost function comes first.
     """
@@ -108,12 +111,12 @@ def aval(atom: Atom) -> ShapedArray:
 
 
 def new_variable(aval: Any) -> Var:
-    """Returns a fresh variable of a jaxpr."""
+    """Returns a new variable for a jaxpr."""
     return Var(aval)
 
 
 def reshaped_variable(var: Var, shape: Sequence[int]) -> Var:
-    """Returns a fresh variable like another one, named or dropped, except for its shape."""
+    """Returns a new variable with another shape, which is dropped if `var` is dropped."""
     return type(var)(aval(var).update(shape=tuple(shape)))
 
 
@@ -123,10 +126,11 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
-    The function has no derivative. On CPUs, the compiler is kept from merging it into its caller.
-    Compilers for other devices merge it. They would then choose memory layouts that suit the
+    The function has no derivative. On CPUs, it is marked so that the compiler does not inline it.
+    Compilers for other devices inline it. They could then choose memory layouts that suit the
     readers of its results, and kernels that suit these layouts. To prevent this, the results get
-    the layout that arrays have between programs, unless the program runs on several devices.
+    the row-major layout that arrays have between programs, unless the program runs on several
+    devices.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -148,7 +152,7 @@ def _outlined() -> Any:
 
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
-        # The metadata of results applies to the call that makes them.
+        # Metadata that is set on the results applies to the call that makes them.
         marked = set_xla_metadata(results, inlineable="false")
         return cast(list[Any], marked)
 
@@ -163,9 +167,9 @@ def _outlined() -> Any:
 
 
 def laid_out(x: Any) -> Any:
-    """Returns a value in the memory layout that arrays have between programs.
+    """Returns a value in the row-major layout that arrays have between programs.
 
-    So its readers find a kept value and a recomputed one in the same layout. On CPUs, and in
+    A recomputed value then has the same layout for its readers as a kept one. On CPUs, and in
     programs that run on several devices, the value stays as it is.
     """
     return _laid_out().bind(x)
@@ -173,7 +177,7 @@ def laid_out(x: Any) -> Any:
 
 @cache
 def _laid_out() -> Any:
-    """Makes the primitive of `laid_out`."""
+    """Makes the primitive of `laid_out`, with one rule for CPUs and one for other devices."""
 
     def elsewhere(context: Any, x: Any) -> Any:
         if _is_spread(context):
@@ -189,21 +193,22 @@ def _laid_out() -> Any:
 
 
 def _is_spread(context: Any) -> bool:
-    """Tells whether a program runs on several devices; a fixed layout would gather its arrays."""
+    """Tells whether a program runs on several devices, where a fixed layout would gather arrays."""
     return getattr(context.module_context.axis_context, "num_devices", None) not in (None, 1)
 
 
 def _row_major(x: Any) -> Any:
-    """Returns an array in the layout that arrays have between programs."""
+    """Returns an array in row-major layout, which arrays have between programs."""
     if x.ndim < 2 or not is_plain(x.dtype):
         return x
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# `jax.device_put` adds 17 microseconds of Python to a copy that takes 3. A pipeline copies twice
-# for each stage and micro-batch, so it calls jaxlib's functions below directly, or `device_put` if
-# jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a thread for each copy (36
-# microseconds). So `prompt_copier` copies a few bytes with `_put_host`, in the calling thread.
+# `jax.device_put` adds 17 microseconds of Python to a copy that takes 3 microseconds. A pipeline
+# copies twice for each stage and micro-batch, so the copiers below call these functions of jaxlib
+# directly, or `device_put` if jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a
+# thread for each copy (36 microseconds). So `prompt_copier` copies a few bytes with `_put_host`,
+# in the calling thread.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
@@ -211,14 +216,15 @@ _put_host = getattr(_jaxlib, "batched_device_put", None)
 def is_ready(array: jax.Array) -> bool:
     """Tells whether an array has been computed, without waiting."""
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)  # only the words in a key have `is_ready`
+        array = jax.random.key_data(array)  # a key array has no `is_ready`, but its words have
     return cast(Any, array).is_ready()
 
 
 _EXACT: Mapping[str, dict[str, str | bool]] = {
-    # XLA then passes only products to libraries, without the operations that feed a product.
+    # XLA passes each product to a library alone, and not fused with the operations before it.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
-    # Products that read the same array are never merged: another program may have only one of them.
+    # XLA does not merge products that read the same array, because another program may have only
+    # one of these products.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 
@@ -227,7 +233,7 @@ _EXACT: Mapping[str, dict[str, str | bool]] = {
 def exact(platform: str) -> dict[str, str | bool]:
     """Returns compiler options that make a value bitwise identical in all programs that compute it.
 
-    The result is empty if the platform needs no options, or if this version lacks them.
+    The result is empty if the platform needs no options, or if this version of JAX lacks them.
     """
     options = _EXACT.get("gpu" if platform == "cuda" else platform)
     if not options:
@@ -245,7 +251,7 @@ def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShapedArray:
 
 
 def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies an array from another device to this one."""
+    """Returns a function that copies an array from another device to `device`."""
     if _copy_array is None:
         return lambda x: jax.device_put(x, sharding_on(device, spec_of(x)))
     copy = _copy_array
@@ -265,11 +271,11 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies a few bytes to a device; on CPUs, in the calling thread.
+    """Returns a function that copies small arrays to a device; on CPUs, in the calling thread.
 
     Args:
-        source: the device that has the bytes.
-        device: the device that gets them.
+        source: the device that has the arrays.
+        device: the device that gets the copies.
     """
     copy = copier(device)
     on_cpus = source.platform == device.platform == "cpu"
@@ -351,20 +357,20 @@ def coordination() -> Any:
 
 
 def process_of() -> tuple[int, int]:
-    """Returns the number of this process and how many there are, without making devices."""
+    """Returns the number of this process and the count of processes, without making devices."""
     state = cast(Any, multihost_utils).distributed.global_state
     return (0, 1) if state.client is None else (state.process_id, state.num_processes)
 
 
 def absent_device(platform: str, topology: str, config: str) -> Device:
-    """Returns a device for which programs can be compiled although it is not here.
+    """Returns a device of absent hardware, for which programs can be compiled but not run.
 
     This starts the platform's plugin.
 
     Args:
-        platform: `cuda` or `tpu`; `cpu` returns the CPU device that is here.
-        topology: the devices there, in the platform's own words, such as `v5e:2x2`.
-        config: the description of a GPU.
+        platform: `cuda` or `tpu`; for `cpu`, the result is a CPU device of this machine.
+        topology: the devices, in the platform's own notation, such as `v5e:2x2`.
+        config: the target description of a GPU; unused for other platforms.
     """
     if platform == "cpu":
         return jax.devices("cpu")[0]
@@ -375,19 +381,19 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
 
 
 _NO_TILES = "find output tile sizes"
-"""A part of the message with which a GPU's compiler refuses a program.
+"""A part of the message with which a GPU's compiler refuses a program with a product.
 
-If the GPU is present, the compiler tries several tilings of a product, and then a library. If the
+If the GPU is present, the compiler tries several tilings of the product, and then a library. If the
 GPU is absent, it tries one tiling.
 """
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
-    """Returns the first line of a compiled program, and its bytes.
+    """Compiles a program; returns the first line of the result, and the bytes that it needs.
 
     The bytes are those of arguments, results, results that share memory with arguments,
-    temporaries and code. If a tiling fails (`_NO_TILES`), the program is compiled again, with
-    products that a library computes.
+    temporaries and code. If a tiling fails (`_NO_TILES`), the program is compiled again so that a
+    library computes its products.
 
     Args:
         text: the program in StableHLO.
@@ -408,7 +414,7 @@ def _compiled_sizes(
     device: Device,
     flags: dict[str, str | bool],
 ) -> tuple[str, tuple[int, ...]]:
-    """Compiles a program under some compiler options; returns what `compiled_sizes` does."""
+    """Compiles a program with the given compiler options; the result is as in `compiled_sizes`."""
     options = _jaxlib.CompileOptions()
     options.num_replicas = 1
     options.num_partitions = 1
@@ -416,7 +422,7 @@ def _compiled_sizes(
     options.executable_build_options.use_shardy_partitioner = True
     options.env_option_overrides = list(flags.items())
     client = cast(Any, device).client
-    # `absent_device` returns CPUs that are here. The client of an absent device only compiles.
+    # CPUs are present, so the program can be loaded. The client of an absent device only compiles.
     make = client.compile_and_load if device.platform == "cpu" else client.compile
     devices = _jaxlib.DeviceList((device,))
     with mlir.make_ir_context():

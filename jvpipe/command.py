@@ -1,4 +1,4 @@
-"""Runs the command `jvpipe`: answers `--version`, and passes the rest to `cli/overview.py`."""
+"""The command `jvpipe`: it answers `--version`, and `cli/overview.py` does everything else."""
 
 import sys
 from importlib.metadata import version

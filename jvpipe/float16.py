@@ -1,4 +1,4 @@
-"""Losses that compute in float16, with scaled gradients, so that small gradients do not vanish.
+"""Losses that compute in float16, with scaled gradients, so that small gradients do not underflow.
 
 The scale is kept with the parameters, because the backward reads it and the update writes it:
 
@@ -9,7 +9,7 @@ The scale is kept with the parameters, because the backward reads it and the upd
                with finite gradients the scale is doubled, as long as it stays finite
 
 A scale is a power of two. Multiplying and dividing by it changes only exponents, so results that
-neither vanish nor overflow are bitwise identical to those without a scale.
+neither underflow nor overflow are bitwise identical to those without a scale.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def scaled(
         loss_fn: a loss as `Pipeline` takes it, which casts to float16 itself and returns float32.
         optimizer: the optimizer, for parameters in float32.
         scale: the scale at the start, a power of two.
-        growth_updates: how many updates in a row without an overflow double the scale.
+        growth_updates: the scale doubles after this many updates in a row without an overflow.
 
     Raises:
         ValueError: `scale` is not a power of two, or `growth_updates` is below 1.
@@ -56,7 +56,7 @@ def scaled(
     if not scale > 0 or float(mantissa) != 0.5:
         raise ValueError(f"scale must be a power of two, not {scale:g}")
     if growth_updates < 1:
-        raise ValueError(f"growth_updates must be 1 at least, not {growth_updates}")
+        raise ValueError(f"growth_updates must be at least 1, not {growth_updates}")
     return ScaledLoss(loss_fn, _unscaling(optimizer, growth_updates), float(scale))
 
 
@@ -64,9 +64,9 @@ def scaled(
 class ScaledLoss:
     """A loss with scaled gradients, and its optimizer.
 
-    Use it as `Pipeline(made, made.optimizer)`, and then `pipe.init(made.init(params), ...)`. The
-    parameters become `{"params": ..., "scale": ...}`, so those of the original loss are
-    `pipe.params(state)["params"]`.
+    For a `ScaledLoss` named `made`, call `Pipeline(made, made.optimizer)`, and then
+    `pipe.init(made.init(params), ...)`. The parameters become `{"params": ..., "scale": ...}`, so
+    the parameters of the original loss are `pipe.params(state)["params"]`.
     """
 
     loss_fn: Callable[..., Any]
@@ -74,13 +74,13 @@ class ScaledLoss:
     scale: float
 
     def init(self, params: Tree) -> Tree:
-        """Adds the first scale to parameters, which are a tree or a function of a key."""
+        """Adds the initial scale to parameters, which are a tree or a function of a key."""
         if is_initializer(params):
             return lambda key: self.init(params(key))
         return {"params": params, "scale": jnp.float32(self.scale)}
 
     def __call__(self, params: dict[str, Any], *others: Any) -> Any:
-        """Returns the loss, whose gradients are scaled, and its other results as they are."""
+        """Returns the loss with scaled gradients, and the other results of `loss_fn` unchanged."""
         value = self.loss_fn(params["params"], *others)
         scale = params["scale"]
         if isinstance(value, tuple) and not isinstance(value, Weighted):
@@ -114,7 +114,12 @@ _times.defvjp(_forward, _backward)
 
 
 class ScaledState(NamedTuple):
-    """The number of updates since the scale last changed, and the optimizer's own state."""
+    """The state of the wrapped optimizer, and a count of updates.
+
+    Attributes:
+        updates: the number of updates since the last overflow or the last growth of the scale.
+        inner: the state of the wrapped optimizer.
+    """
 
     updates: Int32[Array, ""]
     inner: Any
@@ -146,10 +151,10 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         count = if_finite(state.updates + 1, 0)
         grows = count >= growth_updates
         grown = jnp.where(grows & jnp.isfinite(scale * 2), scale * 2, scale)
-        # A scale that began below 1 stays as it is.
+        # A scale below 1 is not halved.
         halved = jnp.maximum(scale / 2, jnp.minimum(scale, 1.0))
         change = if_finite(grown, halved) - scale
-        # The pipeline adds the result to the parameters, so the scale's entry is a change, too.
+        # The pipeline adds updates to parameters, so the scale's entry must be a change, too.
         new_state = ScaledState(jnp.where(grows, 0, count), inner)
         return {"params": moves, "scale": change}, new_state
 

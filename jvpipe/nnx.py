@@ -1,4 +1,4 @@
-"""Losses of Flax NNX modules; dropout differs by micro-batch, and running statistics carry over.
+"""Losses of Flax NNX modules, with dropout and running statistics, for a pipeline.
 
 An NNX module holds its parameters, statistics and random streams in one object. A pipeline needs
 the three parts separately:
@@ -8,7 +8,8 @@ the three parts separately:
     model state    statistics of batch norm    `NnxLoss.model_state`, then the previous micro-batch
     streams        keys of dropout             the key of the micro-batch
 
-Because streams are derived from the key of the micro-batch, a resumed run draws the same numbers.
+Because streams are derived from the key of the micro-batch, each micro-batch has its own dropout
+masks, and a resumed run draws the same masks.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,8 @@ def loss(
     Args:
         model_fn: builds the module, `model_fn(rngs)`.
         loss_fn: `loss_fn(module, batch)` returns the loss of a micro-batch, as a number or a
-            `jvpipe.Weighted`. The module is in training mode in steps, and in the mode of
-            `module.eval()` in evaluations of the pipeline.
+            `jvpipe.Weighted`. The module is in training mode in training steps, and in evaluation
+            mode (`module.eval()`) in `pipe.evaluate`.
 
     >>> def build(rngs):
     ...     return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
@@ -59,8 +60,8 @@ def loss(
 class NnxLoss:
     """A loss of (params, batch, rng), or of (params, model_state, batch, rng) with `has_state`.
 
-    Use it as `Pipeline(made, optimizer, has_state=made.has_state)`, and then
-    `pipe.init(made.init, batch, key, made.model_state(key))`.
+    For an `NnxLoss` named `made`, call `Pipeline(made, optimizer, has_state=made.has_state)`, and
+    then `pipe.init(made.init, batch, key, made.model_state(key))`.
     """
 
     model_fn: Callable[[nnx.Rngs], nnx.Module]
@@ -93,7 +94,7 @@ class NnxLoss:
         model_state: Tree = None,
         rng: jax.Array | None = None,
     ) -> Any:
-        """Builds the module: in training mode if a key is given, and otherwise for evaluation.
+        """Builds the module, in training mode if a key is given, and otherwise in evaluation mode.
 
         Args:
             params: the parameters.
@@ -134,7 +135,10 @@ class NnxLoss:
 
 
 def _streams(shapes: Any, rng: jax.Array | None) -> Any:
-    """Returns the random streams at their beginning, each with a key that is derived from `rng`."""
+    """Returns the random streams in their initial state, with keys derived from `rng`.
+
+    Without `rng`, the keys are derived from a fixed key.
+    """
     leaves, tree = jax.tree.flatten(shapes)
     key = jax.random.key(0) if rng is None else rng
 
@@ -143,6 +147,6 @@ def _streams(shapes: Any, rng: jax.Array | None) -> Any:
         if is_key(shape):
             arrays.append(jax.random.fold_in(key, i))
         else:
-            # The other leaves count the numbers that a stream has drawn so far.
+            # Each of the other leaves counts the numbers that a stream has drawn so far.
             arrays.append(jnp.zeros(shape.shape, shape.dtype))
     return jax.tree.unflatten(tree, arrays)

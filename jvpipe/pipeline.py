@@ -1,6 +1,6 @@
 """The class `Pipeline`: its options, its plan, and changes of the plan or the model.
 
-What a pipeline does with states, such as steps and checkpoints, is in trainer.py.
+The methods that take or return states, such as steps and checkpoints, are in trainer.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +42,12 @@ class Pipeline(Trainer):
             `has_state`, the function is `(params, model_state, batch, rng) -> (loss,
             new_model_state[, aux])`.
         optimizer: an optax transformation whose jaxpr can be cut between layers.
-        stages: the number of stages, or a `Plan`. Unless given, 2; but with
-            `replicas="auto"` the planner chooses the number.
-        microbatches: how many micro-batches a batch is split into, 4 unless given. The
-            number must divide the leading axis of every batch leaf. A loss that couples
-            examples, such as a contrastive one, sees only those of one micro-batch; a
-            warning says so unless the number is given.
+        stages: the number of stages, or a `Plan`; by default 2. With `replicas="auto"`, the
+            planner chooses the number by default.
+        microbatches: how many micro-batches a batch is split into, by default 4. The number
+            must divide the leading axis of every batch leaf. A loss that couples examples,
+            such as a contrastive loss, sees only the examples of one micro-batch; unless
+            `microbatches` is given, a warning says so.
         schedule: the order in which micro-batches run. Synchronous schedules end each step
             with a flush, after which no micro-batch is in flight: "gpipe", "1f1b",
             "interleaved", "zb-h1", "zb-v", "v-half" or "auto". Asynchronous schedules have
@@ -55,23 +55,23 @@ class Pipeline(Trainer):
             A schedule with options may also be given, such as
             `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
         planner: "jvpipe", which chooses cuts and fates together for the fastest step under
-            the memory limit; or the name of another planner, such as "even" or that of a
-            paper. `python -m jvpipe` lists all planners.
-        memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with
-            a limit for each. Unless given, the memory that each device reports, if it
+            the memory limit; or the name of another planner, such as "even" or "pipedream".
+            `python -m jvpipe` lists all planners.
+        memory_limit: bytes, or a text such as "16GiB", for each device; or a sequence with
+            one limit per device. By default, the memory that each device reports, if it
             reports any.
-        host_memory_limit: the limit of what all devices together keep on the host: swapped
-            values, and arrays that `update_model` parks there.
-        fates: "keep", "swap" or "recompute" for tensors by name, as in `{"*/attention/*":
-            "swap"}`: what happens to them between forward and backward.
+        host_memory_limit: the limit of the host memory for all devices together, which
+            holds swapped values and arrays that `update_model` parks there.
+        fates: what happens to tensors between forward and backward: "keep", "swap" or
+            "recompute", by patterns of tensor names, as in `{"*/attention/*": "swap"}`.
         checkpoint: for which micro-batches a stage recomputes everything from its input:
             "always", "except_last" or "never", as in torchgpipe.
         devices: one per stage, by default the first ones of `jax.devices()`. Stages share a
-            device that is named more than once. If the schedule runs several stages per
-            device, `stages` is the number of devices, and `devices` names them. If devices
+            device that is listed more than once. If the schedule runs several stages per
+            device, `stages` is the number of devices, and `devices` lists them. If devices
             differ in speed or memory, planner "jvpipe" chooses the stage of each device.
-        speeds: the relative speed of each device, such as `[2.0, 1.0]`; unless given,
-            layers are measured on one device of each kind.
+        speeds: the relative speed of each device, such as `[2.0, 1.0]`; by default, layers
+            are measured on one device of each kind.
         replicas: how many devices each stage has, such as (2, 1); by default one each, so
             that results do not depend on how many devices a machine has. With "auto", the
             planner chooses the replicas and the number of stages for all devices; it
@@ -83,58 +83,58 @@ class Pipeline(Trainer):
             statistics of its own examples, and the means of these statistics are kept.
             Gradients are added up once per update. In a schedule without a flush, the
             devices of a stage take turns with whole micro-batches instead.
-        sharding: if `devices` are meshes, how parameters lie over their axes: a
-            `PartitionSpec` for each regular expression of whole paths, as in `{".*/kernel":
-            PartitionSpec(None, "model")}`. A parameter that no expression matches is whole
-            on each device of its mesh. Gradients and the optimizer's state lie like their
-            parameter. The compiler chooses how the results of layers lie. All meshes must
-            have the same axes. Limits, and bytes in the ledger, are those of one device of
-            each mesh.
-        batch_axis: the axis of the meshes along which the examples of each micro-batch are
-            cut. Operations that couple examples, such as batch norm, see the whole
+        sharding: if `devices` are meshes, how parameters are sharded over the axes of the
+            meshes: a `PartitionSpec` for each regular expression of whole paths, as in
+            `{".*/kernel": PartitionSpec(None, "model")}`. A parameter that no expression
+            matches is replicated on all devices of its mesh. Gradients and optimizer state
+            are sharded like their parameter. The compiler chooses the sharding of layers'
+            outputs. All meshes must have the same axes. Memory limits, and bytes in the
+            ledger, are those of one device of each mesh.
+        batch_axis: the axis of the meshes over which the examples of each micro-batch are
+            sharded. Operations that couple examples, such as batch norm, see the whole
             micro-batch.
         stacked: how the optimizer sees parameters of layers over which the loss scans. By
             default it sees the stacked arrays, as in plain optax; an optimizer that cannot
-            be cut between such layers is refused. With "per_layer" it sees one parameter
-            for each layer.
+            be cut between such layers is refused. With "per_layer", it sees a separate
+            parameter for each layer.
         frozen: patterns of the paths of parameters that are not trained, such as
-            `["base/*"]`. They have no gradient and no optimizer state, may be of any type
-            (int8, int4), and the optimizer gets `optax.MaskedNode()` in their place.
-            Parameters that the optimizer itself never changes (`optax.set_to_zero`), and
-            whose gradients it does not read, cost as little as frozen ones.
+            `["base/*"]`. They have no gradient and no optimizer state, and may be of any
+            type, such as int8 or int4. The optimizer gets `optax.MaskedNode()` in their
+            place. Parameters that the optimizer never changes (`optax.set_to_zero`), and
+            whose gradients it does not read, cost as little as frozen parameters.
         state_fates: the fates of the optimizer's state, by patterns of the paths of
             parameters, as in `{"*": "swap"}`: "keep", or "swap", which leaves the state on
-            the host between updates. Unless given, the planner decides if there is a memory
-            limit.
+            the host between updates. By default, the planner decides under a memory limit,
+            and without a limit all state is kept.
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state, such as statistics of batch
             norms.
         deferred_batch_norm: running statistics of batch norms change once per batch, by the
-            statistics of all its examples, as in torchgpipe. The trace of the loss finds
-            these statistics in the model state. Each micro-batch is still normalized by its
-            own statistics. Stages cannot have replicas then.
+            statistics of all its examples, as in torchgpipe. jvpipe finds the running
+            statistics in the model state by tracing the loss. Each micro-batch is still
+            normalized by its own statistics. Stages cannot have replicas with this option.
         aux_reduce: how leaves of aux, by path, are reduced over micro-batches: "mean",
             "sum", "max" or "last", as in `{"largest": "max"}`. Over replicas, a leaf is
-            reduced this way only if the trace of the loss cannot tell how. If left out,
-            floating-point scalars are averaged over micro-batches, and other leaves are
-            stacked.
+            reduced this way only if the trace of the loss does not show how to reduce it.
+            By default, floating-point scalars are averaged over micro-batches, and other
+            leaves are stacked.
         model_state_reduce: how leaves of the model state, by path, are reduced over
-            replicas if the trace cannot tell: "mean" over examples, "sum" of the changes of
-            each replica, or "same" if all replicas have equal values. If several patterns
-            match, the last one counts.
+            replicas if the trace of the loss does not show how: "mean" over examples, "sum"
+            of the changes of each replica, or "same" if all replicas have equal values. If
+            several patterns match, the last one counts.
         grad_norm: also report the global norm of the gradient.
-        group: consecutive layers of a stage run as one program in each direction, with
-            results bitwise identical to those of layers apart. Groups take longer to
+        group: run consecutive layers of a stage as one program in each direction, with
+            results bitwise identical to those of separate layers. Groups take longer to
             compile, but need fewer dispatches, which are the bottleneck of small layers and
-            fast devices. True compiles groups before the first step; False keeps layers
-            apart. If left out, layers begin apart. On CPUs, another thread then compiles
-            groups, once the steps so far have taken as long as the compilation before them.
-            A layer that calls code on the host always runs as its own program. After a
-            move, layers run apart until their groups are compiled. Layers stay apart if
-            groups would exceed the limit, and under `sharding`.
+            fast devices. True compiles groups before the first step; False never groups
+            layers. By default, layers first run separately. On CPUs, another thread compiles
+            groups once the steps have taken as long as the compilation before them. A layer
+            that calls code on the host always runs as its own program. After a move, layers
+            run separately until their groups are compiled. Layers are never grouped if groups
+            would exceed the memory limit, or under `sharding`.
         remeasure: measure layers again, although an earlier process has measured them.
-            Measurements are kept only if JAX's compilation cache is on disk
-            (`jax_compilation_cache_dir`), beside that cache.
+            Measurements are stored beside JAX's compilation cache, if that is on disk
+            (`jax_compilation_cache_dir`).
 
     Raises:
         ValueError: an argument cannot be used; the message has its value and the cure.
@@ -198,7 +198,7 @@ class Pipeline(Trainer):
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger: the weights that tasks read (`versions`), and the bytes on devices."""
+        """The ledger: which versions of weights tasks read (`versions`), and bytes on devices."""
         return self.session.ledger
 
     @property
@@ -209,7 +209,7 @@ class Pipeline(Trainer):
         return replace(session.compiled.plan, outline=outline)
 
     def explain(self) -> str:
-        """Returns a text that says which layers run where, what they cost, and the reasons."""
+        """Returns a text that says which layers run where and why, and what they cost."""
         session = self.session
         plan, devices = session.compiled.plan, session.settings.devices
         layer_s, reasons = session.compiled_plans.reasons()
@@ -228,34 +228,35 @@ class Pipeline(Trainer):
         Args:
             state: the newest state, which is consumed if the move is made at once.
             plan: the new plan, with other cuts, fates or another number of stages.
-            at: (step, micro-batch) of the first micro-batch under the new plan; unless
-                given, the first one of the next step. A move at a later step is made when
-                training reaches that step. A move inside a step makes devices wait only for
-                the summed gradients of the moving layers. If a plan has replicas, the move
+            at: (step, micro-batch) of the first micro-batch under the new plan; by default,
+                the first one of the next step. A move at a later step is made when training
+                reaches that step. During a move inside a step, devices wait only for the
+                summed gradients of the moving layers. If either plan has replicas, the move
                 must be between two steps.
-            why: the reason, which `session.history` keeps.
+            why: the reason, which `session.history` records.
 
         Raises:
             ValueError: the plan does not fit the model or the devices, or the step is in
                 the past.
             MemoryLimitExceeded: the new plan, or the move to it, exceeds the limit.
-            StageError: a copy failed. If that was between two steps, nothing is lost: the
-                error's `state` is whole under the old plan.
+            StageError: a copy failed. If it failed between two steps, nothing is lost: the
+                error's `state` is complete under the old plan.
         """
         self.session.check_state(state)
         self.session.migrations.request(state, checked_plan(plan), checked_moment(at), why)
         return self.session.migrations.run_due(state, self.drain)
 
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
-        """Switches adapting on or off: layers move away from devices that became slow, and back.
+        """Switches adapting on or off: moving layers away from devices that have become slow.
 
-        If jvpipe's own planner made the plan, this planner also makes the new plans, under
-        the same limits. `session.history` has the moves and their reasons. If there are
-        several processes, all must call this before the same step.
+        Layers move back when the device recovers. If jvpipe's own planner made the plan, it
+        also makes the new plans, under the same limits. `session.history` has the moves and
+        their reasons. If there are several processes, all must call this before the same
+        step.
 
         Args:
             on: whether layers move from now on.
-            rule: says how much a move must gain; unless given, the usual rule.
+            rule: how much a move must gain; None for the default rule.
         """
         checked_flag("on", on)
         self.session.adapter.switch(on, checked_rule(rule))
@@ -268,27 +269,27 @@ class Pipeline(Trainer):
         """Switches to another model, under a new plan, from the next step on.
 
         Micro-batches in flight are finished first. A parameter keeps its value and its
-        optimizer state if the present model has one with the same path, shape and type; a
-        leaf of the model state keeps its value in the same way. Leaves that the new model
-        lacks wait on the host until a later model has them again. New parameters and leaves
-        begin with the given values and fresh optimizer state. A layer that an earlier model
-        had is not compiled again. A loss object that was used before is neither traced nor
-        planned again.
+        optimizer state if the present model has a parameter with the same path, shape and
+        type. In the same way, a leaf of the model state keeps its value. Arrays that the new
+        model lacks are parked on the host until a later model has them again. New parameters
+        and leaves begin with the given values and fresh optimizer state. A layer that an
+        earlier model had is not compiled again. A loss object that was used before is
+        neither traced nor planned again.
 
         Args:
             state: the newest state, which is consumed.
             loss_fn: the new loss, with the same arguments and kinds of results as the
                 present one.
             params: the new model's parameters; shapes suffice for those that keep their
-                value or come back from the host.
-            model_state: the new model's state; unless given, that of the present model.
+                value or return from the host.
+            model_state: the new model's state; by default that of the present model.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or a parameter has
-                another shape than before; nothing has changed.
+            ValueError: the loss reads a parameter that `params` lack, or an array of both
+                models has another shape or type in the new one; nothing has changed.
             MemoryLimitExceeded: the new model exceeds the limit; nothing has changed.
             StageError: a copy failed; the error's `state` is the present model's, drained
-                and whole.
+                and complete.
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         return switch_model(self.session, state, loss_fn, params, model_state)
@@ -299,7 +300,7 @@ class Pipeline(Trainer):
         """Traces, plans and compiles a model for all devices, ahead of `update_model`.
 
         It may be called in another thread during training; new layers are then timed while
-        training goes on. If there are several processes, all must call it in the thread
+        training continues. If there are several processes, all must call it in the thread
         that trains.
 
         Args:

@@ -1,4 +1,4 @@
-"""`python -m jvpipe.plan`: the shell of `jvpipe.cli.plan_command`."""
+"""Runs `jvpipe.cli.plan_command` as `python -m jvpipe.plan`."""
 
 import sys
 

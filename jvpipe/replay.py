@@ -1,4 +1,4 @@
-"""Replay of a pipeline's run on one device, from its ledger of versions.
+"""Replays a pipeline's run on one device, from the run's ledger of versions.
 
 The ledger says which version of the weights each forward and backward read. So one device can run
 the same tasks one after another, with bitwise identical results.
@@ -30,20 +30,20 @@ def replay(
     rng: jax.Array | None,
     model_state: Tree = None,
 ) -> tuple[Tree, list[float]]:
-    """Computes an asynchronous run again, one task after another, with bitwise identical results.
+    """Replays an asynchronous run on one device, with bitwise identical results.
 
     Args:
-        ledger: the ledger of the run, `pipe.ledger`, which says which version of the weights each
-            forward and backward read.
+        ledger: the ledger of the run, `pipe.ledger`.
         pipe: the pipeline, whose layers, optimizer and fates the replay uses.
-        params: the parameters at the start of the run; the optimizer's state is made from them.
+        params: the parameters at the start of the run; the replay makes the optimizer's first
+            state from them.
         batches: all batches of the run.
         rng: the key of the run.
         model_state: the model state at the start, if the loss has one (`has_state`).
 
     Raises:
-        ValueError: the run was resumed from a checkpoint, or its model was changed. The replay
-            begins with a fresh optimizer state, which those runs did not.
+        ValueError: the run was resumed from a checkpoint, or its model was changed. Its ledger then
+            begins with a later optimizer state, but a replay begins with a fresh one.
 
     Returns:
         The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.
@@ -65,8 +65,8 @@ def replay(
     versions, session = ledger.versions, pipe.session
     if not versions.complete:
         raise ValueError(
-            "this run was resumed from a checkpoint, or its model was changed, so its ledger does "
-            "not go back to its start: replay a run whose ledger does"
+            "this run was resumed from a checkpoint, or its model was changed, so its ledger lacks "
+            "the first steps: replay a run that began with init and kept its model"
         )
     run = _begun(session, versions, params, model_state)
     words = None if rng is None else key_words(rng)
@@ -85,11 +85,11 @@ def _losses(
     words: np.ndarray | None,
     uses_of_step: Iterable[tuple[Sequence[Use], bool]],
 ) -> Iterator[float]:
-    """Computes the micro-batches of one batch again, and yields the loss of each.
+    """Replays the micro-batches of one batch, and yields the loss of each.
 
     Args:
-        session: the session that ran them.
-        run: the replay, which has computed all micro-batches before these.
+        session: the session of the run.
+        run: the replay, which has computed all earlier micro-batches.
         batch: the batch.
         words: the words of the run's key, or None.
         uses_of_step: for each micro-batch, the versions that its tasks read, and whether the
@@ -138,7 +138,7 @@ def _begun(
         joined = stacks.join(shapes, lambda *slices: slices[0])
         first = stacks.split_like(shapes, _kept(joined, init(_seen(params, frozen))))
     both = zip(jax.tree.leaves(first), cut.state, strict=True)
-    # The run, too, begins with types that no update changes.
+    # The run, too, began with leaves of these types, which updates do not change.
     leaves = [x if x.dtype == s.array.dtype else x.astype(s.array.dtype) for x, s in both]
     of_layers = {(j, layer): leaves[j] for j, layer in cut.holders if layer is not None}
     first_version = min((use.version for use in versions.uses()), default=0)
@@ -152,7 +152,7 @@ def _begun(
 
 
 def _seen(params: Tree, frozen: Collection[int]) -> Tree:
-    """Returns parameters as the optimizer sees them: with `optax.MaskedNode()` for frozen ones."""
+    """Returns the parameters that the optimizer sees: frozen ones become `optax.MaskedNode()`."""
     import optax  # imported when needed, as in jvpipe/ir/optimizer.py
 
     leaves, tree = jax.tree.flatten(params)
@@ -164,8 +164,8 @@ def _seen(params: Tree, frozen: Collection[int]) -> Tree:
 def _kept(shapes: Tree, state: Tree) -> Tree:
     """Returns the part of an optimizer state that the pipeline keeps.
 
-    If the pipeline's shapes have `optax.MaskedNode()` for a leaf, nothing reads the leaf, and the
-    result has `optax.MaskedNode()` as well.
+    If `shapes` has `optax.MaskedNode()` in place of a leaf, nothing reads the leaf, and the result
+    has `optax.MaskedNode()` there, too.
     """
     import optax
 

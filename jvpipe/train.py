@@ -1,4 +1,4 @@
-"""`python -m jvpipe.train`: the shell of `jvpipe.cli.train_command`."""
+"""Runs `jvpipe.cli.train_command` as `python -m jvpipe.train`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""What a pipeline does with its states: it makes, trains, reads and saves them.
+"""The class `Trainer`, the part of a pipeline that makes, trains, reads and saves states.
 
-Pytrees are flattened here: the modules that it calls work only with flat lists of arrays.
+Pytrees are flattened here: the modules that this file calls use only flat lists of arrays.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,9 +30,9 @@ def _check_given(
     """Raises ValueError for arguments of `init` that cannot be used.
 
     Args:
-        params: the tree as the user gave it; so are the other trees.
+        params: the parameters, as the user gave them.
         rng: the key of the run.
-        model_state: the model state.
+        model_state: the model state, as the user gave it.
         has_state: whether the loss has a model state.
     """
     if rng is not None:
@@ -41,10 +41,12 @@ def _check_given(
     check_arrays(model_state, "leaf of the model state")
     if model_state is not None and not has_state:
         raise ValueError(
-            "model_state is given, but the loss carries none: say has_state=True, or leave it out"
+            "model_state is given, but the loss has none: set has_state=True, or leave it out"
         )
     if is_initializer(params) and rng is None:
-        raise ValueError("parameters that a function makes need a key: init(function, batch, rng)")
+        raise ValueError(
+            "parameters that a function makes need a key: call init(function, batch, rng)"
+        )
 
 
 class Trainer:
@@ -66,8 +68,8 @@ class Trainer:
 
         Args:
             params: a pytree of arrays, in which each `jvpipe.LazyArray` is read only when
-                it is placed; or a function `key -> params`, which makes each leaf on the
-                leaf's own device.
+                it is placed; or a function `key -> params`, of which each leaf is computed on
+                the device that will hold it.
             batch: a batch, or its shapes.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
@@ -90,9 +92,9 @@ class Trainer:
         return session.begin(made_shapes(params, rng), batch, rng, model_state, make)
 
     def step(self, state: State, batch: Tree) -> tuple[State, Metrics]:
-        """Trains on one batch; consumes `state`, and returns while the devices still work.
+        """Trains on one batch; consumes `state`, and does not wait for the devices.
 
-        Under an asynchronous schedule, this drains the pipeline; `run` keeps it full.
+        Under an asynchronous schedule, each call drains the pipeline; `run` keeps it full.
 
         Args:
             state: the newest state.
@@ -119,12 +121,12 @@ class Trainer:
     ) -> Iterator[tuple[State, Metrics]]:
         """Yields the state and metrics of each step over a stream of batches.
 
-        A state is valid until the next one is asked for. Under an asynchronous schedule,
-        the pipeline stays full between steps, and the states are in flight: they hold
+        Each state is valid until the next step begins. Under an asynchronous schedule, the
+        pipeline stays full between steps, and the states are in flight: they hold
         micro-batches whose backwards have not run. Such a state can be saved, evaluated or
-        drained; its parameters are the newest of each layer. If the shapes of a batch are not
-        those of the batch of `init`, the micro-batches in flight are finished first, and the
-        step ends with a flush.
+        drained; its parameters are the newest of each layer. If the shapes of a batch differ
+        from those of the batch of `init`, the micro-batches in flight are finished first, and
+        the step ends with a flush.
 
         Args:
             state: the state to begin with, which is consumed.
@@ -144,12 +146,12 @@ class Trainer:
     def needs(self) -> list[str]:
         """Returns the names of the batch leaves that this process reads.
 
-        Each of the other leaves may be a `ShapeDtypeStruct`.
+        In the batches of this process, all other leaves may be `jax.ShapeDtypeStruct`.
         """
         return self.session.needs()
 
     def drain(self, state: State) -> State:
-        """Finishes the micro-batches in flight, and returns the state at rest."""
+        """Finishes the micro-batches in flight, and returns the state after them."""
         return self.session.drain(state)
 
     def wait(self, state: State) -> State:
@@ -162,8 +164,8 @@ class Trainer:
         Args:
             state: its newest parameters and model state are used.
             batch: a batch whose size is a multiple of the number of micro-batches.
-            params: parameters to use in place of the state's, such as averaged ones from
-                `optimizer_state`; those of the state stay in memory meanwhile.
+            params: parameters to use in place of the state's, such as averaged parameters
+                from `optimizer_state`. The state's parameters stay in memory, too.
 
         Raises:
             ValueError: `params` are not like those of the pipeline.
@@ -176,11 +178,11 @@ class Trainer:
         return evaluate(self.session, state, batch, leaves)
 
     def predict(self, state: State, batch: Tree, function: Callable[..., Any]) -> Tree:
-        """Computes any function of parameters and a batch; each part runs where its parameters lie.
+        """Computes a function of parameters and a batch; each part runs where its parameters are.
 
         Args:
-            state: its newest parameters and model state are read, and not changed.
-            batch: a batch of any size; it need not be like that of `init`.
+            state: its newest parameters and model state are read.
+            batch: a batch of any size; its shapes may differ from those of the batch of `init`.
             function: a function of `(params, batch)`, or of `(params, model_state, batch)`
                 with `has_state`, that returns a pytree of arrays, such as logits. It is
                 compiled, unless the last prediction had the same function object, plan and
@@ -225,7 +227,7 @@ class Trainer:
         return self.session.trees.join_optimizer_state(optimizer, leaves)
 
     def with_optimizer_state(self, state: State, tree: Tree) -> State:
-        """Returns the state with another optimizer state, such as one with a changed learning rate.
+        """Returns the state with another optimizer state, for example with a new learning rate.
 
         Args:
             state: the newest state, which is consumed.
@@ -243,10 +245,10 @@ class Trainer:
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint, whose arrays are named by parameter path.
 
-        If there are several processes, each writes a part. A state at rest can be restored
-        under any cuts. A state in flight is saved with all its arrays, and training goes on
-        from it with bitwise identical results. It can be restored only under the same
-        schedule, cuts and fates.
+        If there are several processes, each writes a part. A state with no micro-batches in
+        flight can be restored under any cuts. A state in flight is saved with all its arrays,
+        and can be restored only under the same schedule, cuts and fates. Training then
+        continues with bitwise identical results.
 
         Args:
             path: the folder of the checkpoint.
@@ -261,5 +263,5 @@ class Trainer:
 
     @telling()
     def restore(self, path: str | Path) -> State:
-        """Returns the state that `save` wrote, under this pipeline's own plan."""
+        """Returns the state that `save` wrote, placed according to this pipeline's plan."""
         return checkpoints.restore(self.session, checked_path("path", path))

@@ -254,8 +254,8 @@ def test_chance_gives_what_is_no_argument(
             int,
             "parameters are <class 'int'>: give arrays, or a function key -> params",
         ),
-        ("init params", lambda: 0, "give arrays, or a function key -> params that makes them"),
-        ("init params", 2**70, "is the number 1180591620717411303424, which no device holds"),
+        ("init params", lambda: 0, "give arrays, or a function key -> params that makes arrays"),
+        ("init params", 2**70, "is the number 1180591620717411303424, which no device can hold"),
         ("save extra", {1: 2}, "extra must be what JSON holds by name, .*, not {1: 2}"),
         ("save extra", {"a": DEEP}, "extra must be .*: it.* more than 200 deep"),
         ("restore", "x" * 5000, "path has a name of more than 255 bytes: 'xxx"),
@@ -304,7 +304,7 @@ def test_a_key_that_is_missed_is_asked_for() -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"the loss uses its rng, and none was given: give init a key, init\(params",
+        match=r"the loss uses its rng, but no key was given: give one to init, init\(params",
     ):
         pipeline(loss_fn=noisy).init(PARAMS, BATCH, None)
 
@@ -320,7 +320,7 @@ def test_a_module_that_holds_more_than_parameters_is_to_be_split(
     layer: nnx.Module, told: str
 ) -> None:
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), layer)
-    told = rf"is an {told}.*: jvpipe.nnx.loss\(model_fn, loss_fn\) takes a module apart"
+    told = rf"is an {told}.*: use jvpipe.nnx.loss\(model_fn, loss_fn\), which splits"
     with pytest.raises(ValueError, match=told):
         pipeline(loss_fn=lambda model, batch, rng: jnp.mean(model(batch["x"]))).init(
             model, BATCH, KEY

@@ -90,7 +90,11 @@ def test_the_scale_is_not_halved_below_one_nor_doubled_beyond_all_numbers(
 
 @pytest.mark.parametrize(
     ("scale", "growth", "told"),
-    [(3.0, 1, "power of two, not 3"), (0.0, 1, "not 0"), (2.0, 0, "growth_updates must be 1")],
+    [
+        (3.0, 1, "power of two, not 3"),
+        (0.0, 1, "not 0"),
+        (2.0, 0, "growth_updates must be at least 1"),
+    ],
 )
 def test_scales_that_are_none_are_refused(scale: float, growth: int, told: str) -> None:
     with pytest.raises(ValueError, match=told):

@@ -345,7 +345,7 @@ def test_a_run_that_cannot_begin_leaves_the_one_before() -> None:
     state, first = trained(pipe, pipe.init(PARAMS[:3], batch(), None), 1)
     with pytest.raises(jvpipe.MemoryLimitExceeded):
         pipe.init(PARAMS[:3], batch(8000), None)
-    with pytest.raises(ValueError, match="no array"):
+    with pytest.raises(ValueError, match="not an array"):
         pipe.init(["a"], batch(), None)
     state, second = trained(pipe, state, 1)
     alone = pipeline()

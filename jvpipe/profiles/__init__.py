@@ -1,1 +1,1 @@
-"""Reads files that describe the cost of a model, operator by operator, for planning without it."""
+"""Reads files with the measured costs of a model's operators, to plan without the model's code."""

@@ -1,6 +1,6 @@
-"""Reads a graph file, from which jvpipe can plan a model without having the model's code.
+"""Reads a graph file, from which jvpipe can plan a model without the model's code.
 
-A graph file lists the nodes of a model, such as its operators, with their measured time and size.
+A graph file lists the nodes of a model, such as its operators, with their measured times and sizes.
 There are two formats: PipeDream's graph.txt (`graph_txt.py`) and the JSON of dnn-partitioning
 (`graph_json.py`). A file is JSON if it begins with `{` or `[`, or its name ends in `.json`.
 """
@@ -21,11 +21,12 @@ def read_graph(path: str | Path) -> GraphFile:
     """Reads a graph file of either format.
 
     Each forward node becomes a layer. The layers are in a topological order in which nodes
-    that must share a device are as close together as possible. If the next layer may be one of
-    several nodes, it is the one with the lowest id.
+    that must share a device are as close together as possible. If several nodes could come next,
+    the node with the lowest id comes next.
 
     Raises:
-        ValueError: the file cannot be read or is wrong; the message names the line and the flaw.
+        ValueError: the file cannot be read, or its content is wrong; the message says what is
+            wrong in which line.
 
     >>> from tempfile import NamedTemporaryFile
     >>> times = "forward_compute_time=1.0, backward_compute_time=2.0"

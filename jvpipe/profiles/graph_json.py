@@ -6,9 +6,9 @@ Operators", 2020.
     field of a node     meaning
     fpgaLatency         the milliseconds that the node takes on an accelerator
     size                the bytes that the node needs on an accelerator
-    colorClass          a number; all nodes with the same one must share a device
-    isBackwardNode      1 for a node of the backward. Most backward nodes are in the color class of
-                        their forward node. Losses and sums of gradients may have other classes
+    colorClass          a number; all nodes with the same number must share a device
+    isBackwardNode      1 for a node of the backward. Most backward nodes have the color class of
+                        their forward node; losses and sums of gradients may have other classes
 
     field of an edge    meaning
     cost                the milliseconds that moving the output of the edge's source takes
@@ -25,12 +25,12 @@ from jvpipe.profiles.located_json import Located, parse_located
 from jvpipe.profiles.operator_graph import Operator, operator_costs
 from jvpipe.util.sizes import MOST_BYTES
 
-_BYTES_PER_S = 16e9  # the rate of PCIe 3, assumed if no edge of a file has a cost and a size
+_BYTES_PER_S = 16e9  # the rate of PCIe 3, assumed if no edge of a file has both a cost and a size
 
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """An edge, with its object in the file; its bytes are 0 if the file does not give them."""
+    """An edge and its object in the file; `bytes` is 0 if the file does not give the size."""
 
     place: Located
     seconds: float
@@ -38,14 +38,14 @@ class _Edge:
 
 
 def read_graph_json(text: str, file: str) -> GraphFile:
-    """Reads costs, memory limit and link from the text of a dnn-partitioning file.
+    """Reads costs, memory limit, number of devices and link from a dnn-partitioning file.
 
     Each forward node becomes a layer (see `operator_graph.py`). The `size` of a forward node counts
     as bytes of parameters, and the `size` of its backward node as bytes of gradients. The format
     does not say which bytes are activations, so the plan swaps and recomputes nothing.
 
     All edges use one link, whose rate is the median over the edges that have both `cost` and
-    `size`. The bytes of every edge are what this link moves in the edge's `cost`.
+    `size`. Every edge counts as the bytes that this link moves in the edge's `cost`.
 
     Args:
         text: the text of the file.
@@ -74,12 +74,12 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     order = topological_order(nodes, lines, file)
     link = Link(_bytes_per_s(edges.values()))
     for edge in edges.values():
-        # NaN must be refused, too, and a comparison with NaN is false: hence `not ... <=`.
+        # A comparison with NaN is false, so `not ... <=` refuses NaN, too.
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
             milliseconds = 1e3 * edge.seconds
             raise edge.place.wrong(
                 f"the field cost is {milliseconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
-                f"per second of this file's edges that is more than {MOST_BYTES} bytes"
+                f"per second of this file's edges, that is more than {MOST_BYTES} bytes"
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
     costs = operator_costs(
@@ -110,7 +110,7 @@ def _nodes(whole: Located) -> dict[int, Operator]:
 
 
 def _operator(number: int, place: Located) -> Operator:
-    """Reads a node; without a class, it has a color that no other node has."""
+    """Reads a node; a node without a color class gets a color that no other node has."""
     has_class = "colorClass" in place
     return Operator(
         number,
@@ -126,7 +126,7 @@ def _edges(
     whole: Located,
     nodes: Mapping[int, Operator],
 ) -> dict[tuple[int, int], _Edge]:
-    """Reads the edges of a file, by their ends, which must be among its nodes."""
+    """Reads the edges of a file, by the pair of their source and target nodes."""
     edges: dict[tuple[int, int], _Edge] = {}
     for place in whole.objects("edges"):
         source = place.count("sourceId")
@@ -149,8 +149,10 @@ def _edges(
 
 
 def _bytes_per_s(edges: Iterable[_Edge]) -> float:
-    """Returns the median of the edges' rates, in bytes per second."""
-    # An edge without bytes or without seconds has no rate.
+    """Returns the median rate of the edges in bytes per second; `_BYTES_PER_S` if none has a rate.
+
+    An edge without bytes or without seconds has no rate.
+    """
     real = [edge for edge in edges if edge.bytes and edge.seconds]
     rates = [edge.bytes / edge.seconds for edge in real]
     return statistics.median(rates) if rates else _BYTES_PER_S

@@ -1,4 +1,4 @@
-"""Holds what both formats of graph files share: the result, the order of nodes, and messages."""
+"""The code that both formats of graph files share: the result, the order of nodes, and errors."""
 
 import heapq
 import math
@@ -28,12 +28,12 @@ class GraphFile:
 
 
 def wrong(file: str, line: int, what: str) -> ValueError:
-    """Makes the error that names the line at which a file is wrong.
+    """Makes the error for a wrong line of a file.
 
     Args:
         file: the name of the file.
         line: the number of the line, from 1.
-        what: what is wrong there, and what would be right.
+        what: what is wrong in the line, and what would be right.
 
     >>> wrong("a.txt", 3, "activation_size is missing")
     ValueError('a.txt, line 3: activation_size is missing')
@@ -61,8 +61,8 @@ def topological_order(
 ) -> list[int]:
     """Orders nodes so that the source of every edge comes before its target.
 
-    The order is that of Kahn's algorithm. A node is ready once the sources of all edges that lead
-    to the node are in the order. The next node is always the ready one with the lowest id.
+    This is Kahn's algorithm. A node is ready once the sources of all edges to it have been
+    ordered. The ready node with the lowest id is next.
 
     Args:
         nodes: the ids of the graph's nodes.
@@ -80,7 +80,7 @@ def topological_order(
     for source, target in edges:
         readers[source].append(target)
         waits_for[target] += 1
-    # The heap yields the lowest id first. So the result does not depend on the order of the edges.
+    # The heap yields the lowest id first, so the result does not depend on the order of the edges.
     ready = [node for node, count in waits_for.items() if not count]
     heapq.heapify(ready)
     order = []
@@ -103,9 +103,9 @@ def topological_order(
 def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
     """Finds a cycle among the nodes that never became ready.
 
-    Each of these nodes has an edge from another of them, for which it waits. So a walk from target
-    to source can always go on, and must come to some node a second time. The walk between the two
-    visits, turned around, is a cycle.
+    Each of these nodes is the target of an edge from one of them. So a walk from target to source
+    never ends, and reaches some node a second time. The nodes between the two visits, in reverse,
+    are a cycle.
     """
     source_of: dict[int, int] = {}
     for source, target in edges:

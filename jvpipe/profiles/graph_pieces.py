@@ -1,16 +1,15 @@
 """Divides a graph into pieces, the smallest sets of nodes between which a stage may end.
 
-A class is a set of nodes that must share a device. A piece holds whole classes, and all that lies
-between their nodes:
+A class is a set of nodes that must share a device. A piece consists of whole classes and of all
+nodes between theirs:
 
     1 -> 2 -> 3 -> 4        1 and 3 are a class and 2 lies between them, so the pieces are
     ^- class -^             (1, 2, 3) and (4)
 
 To find the pieces, edges in both directions are added between the nodes of each class. The
-pieces are then the strongly connected components of the graph. This is right because an
-edge says that its source must come no later than its target, and a class says so for both
-directions. Two nodes must share a stage if and only if each must come no later than the
-other.
+pieces are then the strongly connected components of the graph. The reason is that an edge means
+"the source's stage is not later than the target's", and a class means this in both directions.
+Two nodes must share a stage if and only if neither may be in a later stage than the other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,11 +26,11 @@ def pieces_of(
 ) -> list[tuple[int, ...]]:
     """Divides nodes into pieces, and orders the pieces so that no edge runs backward.
 
-    Every class is within one piece, and the pieces are as small as possible. If the next piece may
-    be one of several, it is the one with the lowest node.
+    Every class is within one piece, and the pieces are as small as possible. If several pieces
+    could come next, the piece that has the lowest node comes next.
 
     Args:
-        nodes: all nodes, in the order that they keep within a piece.
+        nodes: all nodes; each piece has its nodes in the same order.
         edges: the pairs of source and target; edges may run in cycles.
         classes: lists of nodes that must share a device.
 
@@ -64,7 +63,7 @@ def _components(
     nodes: Sequence[int],
     edges: Sequence[tuple[int, int]],
 ) -> list[tuple[int, ...]]:
-    """Returns the strongly connected components of a graph, each in the order of its nodes."""
+    """Returns the strongly connected components of a graph, each in the order of `nodes`."""
     # SciPy is imported late because the import takes long and few callers need it.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components

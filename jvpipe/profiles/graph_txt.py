@@ -1,7 +1,7 @@
 """Reads PipeDream's graph.txt: a profile of a model's layers, with a line per node and per edge.
 
-Here are a node and an edge. In a file, a node is a single line, and the line of an edge
-begins with white space:
+Below are a node and an edge. In a file, each is a single line, and the line of an edge begins
+with white space:
 
     node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2,
         backward_compute_time=113.3, activation_size=1644167168.0, parameter_size=147712.0
@@ -10,7 +10,7 @@ begins with white space:
 
 Times are milliseconds per micro-batch, and sizes are bytes. `activation_size` may be a list,
 `[a; b]`, which stands for its sum. `stage_id` is optional and ignored. The lines may come in any
-order. The time of an `Input` node counts as 0, because it is the time of the data loader, which
+order. The times of an `Input` node count as 0, because they are those of the data loader, which
 does not run on a device of the pipeline.
 """
 
@@ -32,7 +32,7 @@ _INPUT = re.compile(r"Input[0-9]*")
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """The content of a node's line, whose number in the file is `line`; times are in seconds."""
+    """The content of the line that describes a node; `line` is the number of this line."""
 
     line: int
     description: str
@@ -89,7 +89,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
                     message = f"the edge dangles: node{end} is not described in this file"
                     raise wrong(file, line, message)
             if source == target:
-                warning = "%s, line %d: the edge from node%d to itself is passed over: remove it"
+                warning = "%s, line %d: the edge from node%d to itself is ignored: remove it"
                 _log.warning(warning, file, line, source)
             else:
                 edges.setdefault(ends, line)
@@ -102,14 +102,14 @@ def _read_node(
     file: str,
     line: int,
 ) -> tuple[int, _Node]:
-    """Reads the line of a node, and returns the node's number with its content.
+    """Reads the line of a node; returns the node's number and content.
 
     The description may contain commas, parentheses and ` -- `.
     """
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
     if matched is None:
-        starts = "a line starts with `node` and a number (or with white space: an edge)"
+        starts = "a line starts with `node` and a number (or with white space, if it is an edge)"
         raise wrong(file, line, f"{starts}, not {name!r}")
     description, _, numbers = _STAGE.sub("", rest).rpartition(" -- ")
     fields = dict(_FIELD.findall(numbers))
@@ -130,7 +130,7 @@ def _number(
     file: str,
     line: int,
 ) -> float:
-    """Returns the number in a field of a node, or the sum of a list of activation sizes."""
+    """Returns the number in a field of a node; if `activation_size` is a list, its sum."""
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
     written = fields[field].strip()
@@ -203,9 +203,9 @@ def _costs(
 
 
 def _layer(name: str, node: _Node) -> LayerCost:
-    """Returns the cost of a node, and the fates of its activation, which has the name `name`."""
+    """Returns the cost of a node, with an option for each fate of its activation, named `name`."""
     kept = node.activation_bytes
-    # The time of an input node is that of the data loader, which runs on no device.
+    # The times of an input node are those of the data loader, which does not run on a device.
     forward_s = 0.0 if node.is_input else node.forward_s
     backward_s = 0.0 if node.is_input else node.backward_s
     keeps = Option(kept)

@@ -1,7 +1,7 @@
-"""Parses JSON into objects that know the line where they start, so that errors can name the line.
+"""Parses JSON into objects with the line where they start, so that errors can name the line.
 
 Python's parser does not report lines, but it makes the objects in the order in which they close. A
-search for braces outside of strings finds that order, too, with the line where each object opens.
+search for braces outside of strings finds the objects in the same order, with the line of each.
 """
 
 import json
@@ -98,7 +98,7 @@ def parse_located(text: str, file: str) -> Located:
         located.line = next(lines)
         names = [name for name, _ in pairs]
         if twice := [name for name in located if names.count(name) > 1]:
-            raise located.wrong(f"the field {twice[0]} is there twice")
+            raise located.wrong(f"the field {twice[0]} appears twice: remove one of the two")
         return located
 
     try:

@@ -9,8 +9,8 @@ device, because a stage runs the forward of its layers and later their backward.
 forward operator becomes a layer of its own.
 
 The order of the layers follows the edges between forward operators. A layer without a forward
-operator is ordered by the reverse of its backward edges. All other backward edges are ignored for
-the order: they mirror forward edges, and in some files they even run in the forward's direction.
+operator is ordered by the reverse of its backward edges. All other backward edges have no influence
+on the order: they mirror forward edges, and in some files they even run in the forward's direction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class _SentValue:
-    """A value that an operator sends from one layer to another, with its seconds on the link."""
+    """A value that an operator sends between layers; `seconds` is the time that the link takes."""
 
     operator: Operator
     source: int
@@ -101,7 +101,7 @@ def operator_costs(
 
 
 def _layers_of(operators: Sequence[Operator]) -> dict[int, int]:
-    """Returns, for the id of each operator, the id of the layer that it belongs to."""
+    """Returns the id of the layer that each operator belongs to, by the operator's id."""
     forward = [operator for operator in operators if not operator.is_backward]
     first = {operator.color: operator.id for operator in reversed(operators)}
     last = {operator.color: operator.id for operator in forward}
@@ -126,8 +126,8 @@ def _sent(
     for (source, target), seconds in edges.items():
         operator = node[source]
         layer = layer_of[target]
-        # An edge from a forward operator to a backward one needs no transfer of its own if the
-        # target's layer has a forward operator: that operator leaves the value on the device.
+        # An edge from a forward operator to a backward one needs no transfer if the target's layer
+        # has a forward operator, because that operator leaves the value on the device.
         needs_transfer = node[target].is_backward == node[layer].is_backward
         if operator.is_backward or needs_transfer:
             sent.append(_SentValue(operator, layer_of[source], layer, seconds))
@@ -138,7 +138,7 @@ def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:
     """Returns the cost of a layer.
 
     Args:
-        operator: the operator whose id the layer has; a backward one if there is no forward one.
+        operator: the layer's forward operator, or its first backward one if it has no forward one.
         backward: the backward operators of the layer.
     """
     has_forward = not operator.is_backward
@@ -153,7 +153,7 @@ def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:
 
 
 def _order(sent: Sequence[_SentValue], node: Mapping[int, Operator]) -> list[tuple[int, int]]:
-    """Lists pairs of layers; the first layer of a pair must come before the second."""
+    """Lists pairs of layers of which the first must come before the second."""
     forward = [x for x in sent if not x.operator.is_backward]
     backward = [x for x in sent if x.operator.is_backward]
     pairs = [(x.source, x.target) for x in forward]
@@ -172,8 +172,8 @@ def _values(
 ) -> tuple[Edge, ...]:
     """Makes the edges between layers.
 
-    An operator's output becomes an edge to all layers that read it. If sending it to some readers
-    takes longer than to others, there is an edge for each number of seconds.
+    An operator's output becomes one edge to all layers that read it. If the transfer takes longer
+    to some readers than to others, there is one edge for each duration.
 
     An edge has a cotangent (is differentiable) if the backward sends a value from the color of one
     of its readers to the color of its producer. The backward may also send a value between two

@@ -1,1 +1,1 @@
-"""Traces a loss function into a LayerGraph."""
+"""Traces a loss function, and cuts it into the layers of a `LayerGraph`."""

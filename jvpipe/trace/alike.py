@@ -1,13 +1,13 @@
-"""Value numbering: finds equal values of a loss, such as a count of examples that is made twice.
+"""Value numbering: finds equal values in a loss, such as a count that is computed twice.
 
 Each variable gets a number, and variables with the same number are equal. The results of two
 equations get the same number if the equations have the same primitive, the same parameters, and
 operands with the same numbers. The type of a whole number does not matter:
 sum(mask).astype(float) and sum(mask, dtype=float) are the same count.
 
-Equal values may get different numbers: then fewer sums and means are recognized. Different
-values must not get the same number, with one exception (`same` in `Alike.tell`): a replica
-computes count in place of max(count, 1), so both get the number of count.
+If equal values get different numbers, fewer sums and means are recognized. Different values must
+not get the same number, with one exception (`same` in `Alike.tell`): a replica computes count in
+place of max(count, 1), so both have the same number.
 """
 
 from collections.abc import Hashable
@@ -37,7 +37,7 @@ _COUNTING = frozenset(
         "reduce_sum",
     }
 )
-"""Primitives that make whole numbers from whole numbers."""
+"""Primitives whose results are whole numbers if their operands are."""
 _COMPARED = _COUNTING | {
     "sub",
     "neg",
@@ -56,11 +56,11 @@ _COMPARED = _COUNTING | {
     "slice",
     "convert_element_type",
 }
-"""Primitives that are compared; the result of any other primitive gets a number of its own."""
+"""Primitives that are compared; each result of any other primitive gets a new number."""
 
 
 class Alike:
-    """Numbers for variables: two variables with the same number are equal.
+    """The numbers of variables; variables with the same number are equal.
 
     `tell` must be called with every equation, in order.
 
@@ -82,12 +82,12 @@ class Alike:
         self._whole: set[int] = set()
 
     def tell(self, eqn: JaxprEqn, same: Atom | None = None) -> None:
-        """Numbers the result of an equation, if its primitive is among those that are compared.
+        """Gives a number to the result of an equation, if its primitive is one that is compared.
 
         Args:
             eqn: the next equation.
-            same: a value that the result counts as, such as count for max(count, 1); the result
-                gets that value's number. None: the equation itself determines the number.
+            same: the value whose number the result gets, such as count for max(count, 1); None if
+                the equation determines the number.
         """
         name = eqn.primitive.name
         is_followed = name in _COMPARED or name in _SAME
@@ -133,7 +133,7 @@ class Alike:
 
 
 def _keeps_whole(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation is a cast that changes no whole number."""
+    """Tells whether an equation is a cast that keeps whole numbers, apart from rounding."""
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = (_jax.aval(atom).dtype for atom in (*eqn.invars, *eqn.outvars))

@@ -1,15 +1,15 @@
-"""Finds which axis of an equation's result holds the examples, given the axes of its operands.
+"""Finds the examples' axis in the results of an equation, given their axes in its operands.
 
-An axis holds the examples if the examples follow one another along this axis. An example
-may have several rows there, which must be neighbors. Below, `a x b` is one axis, made of
-the axes a and b by a reshape:
+The examples' axis is the one along which the examples follow one another. Along it, an example may
+have several rows, which must be adjacent. Below, `a x b` is one axis, which a reshape made of the
+axes a and b:
 
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
     [examples x tokens]    along axis 0          [tokens x examples]    along no axis
 
-Each class of primitives has a rule, which follows the operands' axes by the parameters and shapes
-of the equation. Equations without a rule are refused. To support another primitive, add it to a
-class in `_CLASSES`, or give it a case in `_followed` or `_moved`.
+Each class of primitives has a rule, which finds the axis from the parameters and shapes of the
+equation. Equations without a rule are refused. To support another primitive, add it to a class in
+`_CLASSES`, or add a case to `_followed` or `_moved`.
 """
 
 import math
@@ -22,8 +22,8 @@ from jvpipe._jax import JaxprEqn
 
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
-"""The axis of the examples in each result, None if a result has no such axis. If the examples
-cannot be followed, a text that says why. An axis may be a NumPy integer, as in vmap's parameters.
+"""The examples' axis in each result, or None for a result without one. If the axis cannot be
+found, a text that says why. An axis may be a NumPy integer, as in vmap's parameters.
 """
 
 _CLASSES = {
@@ -52,7 +52,7 @@ _CLASSES = {
 
 
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
-"""The class of each primitive that has one."""
+"""The class of each primitive in `_CLASSES`."""
 
 
 def grown_axis(
@@ -61,16 +61,16 @@ def grown_axis(
     examples: int,
     fewer: int,
 ) -> Axis | str:
-    """Returns the axis of a value whose size follows the number of examples.
+    """Returns the axis of a value whose size is proportional to the number of examples.
 
     Args:
-        shape: the shape of the value in a trace on some number of examples.
-        other: its shape in a trace on another number.
+        shape: the shape of the value in a trace on `examples` examples.
+        other: its shape in a trace on `fewer` examples.
         examples: the number of examples of the first trace.
         fewer: the number of examples of the other trace.
 
     Returns:
-        None if no size differs. If sizes differ in any other way, a text that says so.
+        The axis; None if no size differs; a text with both shapes if sizes differ in any other way.
 
     >>> grown_axis((4, 8), (2, 8), 4, 2), grown_axis((8,), (8,), 4, 2)
     (0, None)
@@ -92,17 +92,17 @@ def along_after(
     axes: Sequence[Axis],
     grown: Sequence[Axis],
 ) -> Sequence[Axis] | str:
-    """Returns the axis of the examples in each result of an equation.
+    """Returns the examples' axis in each result of an equation.
 
     Args:
-        eqn: an equation with at least one operand that has an axis of the examples.
-        axes: the axis of the examples in each operand; None for operands without examples.
+        eqn: an equation with at least one operand that has the examples' axis.
+        axes: the examples' axis in each operand; None for an operand without one.
         grown: for each result, the axis whose size grows with the number of examples; None if no
             axis does.
 
     Returns:
-        For each result, the axis; None if the result has no such axis. If the examples
-        cannot be followed, a text that says why.
+        The axis for each result; None for a result without one. If the axis cannot be found, a text
+        that says why.
     """
     followed = _followed(eqn, axes, grown)
     if isinstance(followed, str):
@@ -122,7 +122,7 @@ def _followed(
     match _CLASS_OF.get(name, name):
         case "elementwise":
             if not same:
-                return "joins values that have their examples along different axes"
+                return "combines values whose examples are along different axes"
             return _all(first, grown)
         case "keys":
             return _all(first, grown)
@@ -133,7 +133,7 @@ def _followed(
             return [after] * len(grown)
         case "runs":
             if params["axis"] == first:
-                return "sums up from example to example"
+                return "accumulates from example to example"
             return _all(first, grown)
         case "windows":
             size = params["window_dimensions"][first]
@@ -141,7 +141,7 @@ def _followed(
             is_of_one = size == stride == 1
             if is_of_one and tuple(params["padding"][first]) == (0, 0):
                 return _all(first, grown)
-            return "looks at several examples"
+            return "reads several examples at once"
         case "reshape":
             return _reshaped(eqn, first, grown[0])
         case "dot_general":
@@ -163,19 +163,19 @@ def _followed(
             return _all(first, grown) if is_beside else "sorts examples"
         case _:
             return (
-                _moved(eqn, first) or "is an operation that jvpipe cannot follow examples through"
+                _moved(eqn, first) or "is an operation for which jvpipe has no rule about examples"
             )
 
 
 def _all(axis: int, grown: Sequence[Axis]) -> Followed:
-    """Returns the axis for each result, if just this axis grows with the number of examples."""
+    """Returns the axis for all results, or a text if another axis grows with the examples."""
     if any(size_follows != axis for size_follows in grown):
         return "changes the number of examples"
     return [axis] * len(grown)
 
 
 def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
-    """Returns the axis after an equation that changes shape or order; None for other equations."""
+    """Returns the axis after an equation that moves axes or elements; None for other equations."""
     name, params = eqn.primitive.name, eqn.params
     shape = _jax.aval(eqn.invars[0]).shape
     match name:
@@ -191,7 +191,7 @@ def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
             kept = [axis for axis in range(rank) if axis not in added]
             return [kept[before]]
         case "concatenate":
-            return [before] if params["dimension"] != before else "puts examples beside others"
+            return [before] if params["dimension"] != before else "concatenates along the examples"
         case "stack":
             return [before + (params["axis"] <= before)]
         case "split":
@@ -199,7 +199,7 @@ def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
                 return "takes some of the examples"
             return [before] * len(eqn.outvars)
         case "rev":
-            return [before] if before not in params["dimensions"] else "turns the examples round"
+            return [before] if before not in params["dimensions"] else "reverses the examples"
         case "pad":
             is_plain = tuple(params["padding_config"][before]) == (0, 0, 0)
             return [before] if is_plain else "adds examples"
@@ -214,38 +214,36 @@ def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
 def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
     """Returns the axis after a reshape.
 
-    The product of the sizes in front of the examples' axis must be the same before and
-    after. Then the new axis begins where the old one began, and it holds whole examples in
-    their order.
+    The product of the sizes in front of the examples' axis must be the same before and after. Then
+    each example is a contiguous part of the new axis, and the examples keep their order.
 
     Args:
         eqn: the reshape.
-        axis: the axis of the examples in its operand.
+        axis: the examples' axis in its operand.
         grown: the axis of the result whose size grows with the number of examples, if any.
     """
     before = _jax.aval(eqn.invars[0]).shape
     after = _jax.aval(eqn.outvars[0]).shape
     in_front = math.prod(before[:axis])
     if grown is None or math.prod(after[:grown]) != in_front:
-        return "mixes the axis of the examples with others"
+        return "mixes the examples' axis with others"
     return [grown]
 
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a product, in three cases.
+    """Returns the axis after a product, in three cases.
 
-    - The product contracts the examples' axis of both operands.
+    - The product contracts the examples' axes of both operands with each other. The result is a sum
+      over the examples, without their axis.
     - The examples' axis is a batch axis of both operands.
     - Only one operand depends on examples, and the product does not contract their axis.
     """
-    # If each example of one operand meets the same example of the other, contracting them is a sum
-    # over the examples.
     contracted, batched = eqn.params["dimension_numbers"]
     left, right = axes
     inside = left in contracted[0], right in contracted[1]
     if any(inside):
         paired = all(inside) and contracted[0].index(left) == contracted[1].index(right)
-        return [None] if paired else "multiplies examples with what is not theirs"
+        return [None] if paired else "contracts the examples' axis with another axis"
     if left is not None and right is not None:
         both_batched = left in batched[0] and right in batched[1]
         if both_batched and batched[0].index(left) == batched[1].index(right):
@@ -258,13 +256,13 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     ranks = [len(_jax.aval(x).shape) for x in eqn.invars]
     bound = {*contracted[side], *batched[side]}
     free = [i for i in range(ranks[side]) if i not in bound]
-    # The result has the batch axes, then the free axes of the left operand, then of the right one.
+    # The result has the batch axes first, then the left operand's free axes, then the right one's.
     before = ranks[0] - len(contracted[0]) if side else len(batched[0])
     return [before + free.index(axis)]
 
 
 def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a convolution: examples must be the batch axis of its input."""
+    """Returns the axis after a convolution, whose batch axis must be the examples' axis."""
     numbers, (inputs, kernel) = eqn.params["dimension_numbers"], axes
     is_plain = kernel is None and eqn.params["batch_group_count"] == 1
     if is_plain and inputs == numbers.lhs_spec[0]:
@@ -273,16 +271,16 @@ def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a lookup.
+    """Returns the axis after a lookup.
 
-    An example's indices may look up rows of a table that depends on no example, or the example's
-    own part of the operand. Indices that depend on no example may look up rows in every example.
+    An example's indices may look up rows of a table that depends on no example, or rows of the same
+    example in the operand. Indices that depend on no example may look up rows in every example.
     """
     numbers = eqn.params["dimension_numbers"]
     sizes = eqn.params["slice_sizes"]
     operand, indices = axes
     rank = len(_jax.aval(eqn.outvars[0]).shape)
-    # The result's axes that come from the indices: all axes of the indices except the last.
+    # All axes of the indices, except the last, are axes of the result: `outer` lists them.
     outer = [i for i in range(rank) if i not in numbers.offset_dims]
     if indices is not None:
         if indices >= len(outer):
@@ -290,7 +288,7 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
         batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
         if operand is None or (operand, indices) in [*zip(*batching, strict=True)]:
             return [outer[indices]]
-        return "looks other examples up: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
+        return "looks up other examples: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     assert operand is not None
     count = _jax.aval(eqn.invars[0]).shape[operand]
@@ -301,10 +299,10 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a scatter.
+    """Returns the axis after a scatter.
 
-    Each example may be written or added to its own part of the operand. Examples may also be added
-    up in an operand that depends on no example.
+    Each example may be written or added to its own part of the operand. A scatter may also add up
+    the examples in an operand that depends on no example.
     """
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = axes
@@ -317,19 +315,19 @@ def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     if operand is None:
         adds = eqn.primitive.name == "scatter-add"
         are_paired = updates in outer and beside in (None, updates)
-        return [None] if adds and are_paired else "puts examples in one place"
+        return [None] if adds and are_paired else "writes several examples to one place"
     if operand in numbers.operand_batching_dims:
         batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
         are_paired = (operand, indices) in [*zip(*batching, strict=True)]
-        return [operand] if are_paired and updates in (None, beside) else "adds to other examples"
+        return [operand] if are_paired and updates in (None, beside) else "writes to other examples"
     dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     shape = _jax.aval(eqn.invars[0]).shape
     inner = [i for i in range(len(shape)) if i not in dropped]
     is_indexed = indices is not None or operand in numbers.scatter_dims_to_operand_dims
     if operand not in inner or is_indexed:
-        return "adds to examples by their numbers"
+        return "writes to examples that indices choose"
     window = numbers.update_window_dims[inner.index(operand)]
     whole = _jax.aval(eqn.invars[2]).shape[window] == shape[operand]
     if whole and updates in (None, window):
         return [operand]
-    return "adds to some of the examples"
+    return "writes to some of the examples"

@@ -13,7 +13,7 @@ Tree = Any
 
 
 def shown(batch: Tree) -> str:
-    """Returns the leaves of a batch with their types and shapes, for people to read."""
+    """Returns a text with the path, type and shape of each leaf of a batch."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
     texts = []
     for path, leaf in leaves:
@@ -25,8 +25,8 @@ def shown(batch: Tree) -> str:
 def shapes_of(tree: Tree) -> Any:
     """Returns the containers of a tree, and the shapes and types that its leaves have on a device.
 
-    If two trees have the same containers, shapes and types, a loss is traced to the same
-    program for both. So the result serves as the key under which the traced program is kept.
+    If two trees have the same containers, shapes and types, a loss is traced to the same program
+    for both. So the result is the key of the traced program in caches.
     """
     leaves, containers = jax.tree.flatten(tree)
     shapes = []
@@ -37,8 +37,8 @@ def shapes_of(tree: Tree) -> Any:
 
 
 _UNEVEN = (
-    ". Leave out the rest of an odd last batch (drop_remainder=True in most "
-    "loaders), or pad it with examples that count with weight 0, and return "
+    ". Drop an incomplete last batch (drop_remainder=True in most "
+    "loaders), or pad it with examples of weight 0, and return "
     "jvpipe.Weighted(total, weight)"
 )
 
@@ -74,20 +74,20 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
     if scalars := [name for name, size in sizes.items() if not size]:
         raise ValueError(
             f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch "
-            "axis, so let the loss capture it, or repeat it for every example; make one "
-            "array of a list of numbers, np.asarray(numbers)"
+            "axis, so let the loss capture it, or repeat it for every example; convert "
+            "a list of numbers to one array, np.asarray(numbers)"
         )
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"the leaves of the batch differ in their leading axis: {sizes}; give each an "
-            "entry per example, and let the loss capture arrays that have none"
+            f"the leaves of the batch differ in their leading axis: {sizes}; give each leaf one "
+            "entry per example, and let the loss capture arrays without a batch axis"
         )
     return jax.tree_util.tree_map_with_path(part, batch)
 
 
 def _nearest_divisors(size: int, target: int) -> str:
-    """Writes the divisors of a size that are nearest to a number, below it and above it."""
-    # If n divides size, size / n does as well, so n needs to go no further than the square root.
+    """Writes the divisors of `size` that are nearest to `target`, below it and above it."""
+    # If n divides size, size / n does as well, so it suffices to try n up to the square root.
     root = math.isqrt(size)
     small = [n for n in range(1, root + 1) if size % n == 0]
     divisors = sorted({*small, *(size // n for n in small)})

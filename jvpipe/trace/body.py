@@ -1,8 +1,8 @@
 """The equations of one layer, with the values that it reads and writes.
 
-A gradient flows to some of the values that a layer reads, and cotangents come for some of those
-that it writes. Between the layer's forward and its backward some values may be kept, swapped to
-the host or computed again: these are its candidates.
+A layer's backward gets cotangents for some of the values that the layer writes, and returns
+gradients for some of the values that it reads. The candidates of a layer are the values that may be
+kept, swapped to the host or computed again between its forward and its backward.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +22,7 @@ from jvpipe.trace.structure import Structure, structure
 class Body:
     """The equations of a layer.
 
-    `reads` and `inputs` go together item by item, and so do `writes` and `outputs`.
+    The items of `reads` and `inputs` correspond, and so do those of `writes` and `outputs`.
 
     Attributes:
         eqns: the equations, in order.
@@ -33,11 +33,12 @@ class Body:
         differentiable: marks the inputs that a gradient flows to if no parameter is frozen.
         active: marks the outputs whose cotangents the backward gets if no parameter is frozen.
         candidates: the variables whose fate (keep, swap or recompute) can be chosen, with names.
-        returned: marks the inputs whose gradient is used. The backward is made for all
-            differentiable inputs and then pruned to these. A backward made for fewer inputs would
-            have other equations, and the compiler might round the remaining gradients differently.
+        returned: marks the inputs whose gradient is used, given the frozen parameters. The backward
+            is made for all differentiable inputs and then pruned to these. A backward made for
+            fewer inputs would have other equations, and the compiler might round the remaining
+            gradients differently.
         received: marks the outputs whose cotangents the backward gets, given the frozen parameters.
-        share: the factor that multiplies the loss of a slice; below 1 only for a mean.
+        share: the factor that multiplies the loss of a slice; 1 unless the loss is a mean.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -54,7 +55,7 @@ class Body:
 
     @cached_property
     def moving(self) -> tuple[int, ...]:
-        """The numbers of the inputs that a gradient flows to."""
+        """The positions of the differentiable inputs."""
         return tuple(i for i, d in enumerate(self.differentiable) if d)
 
     @cached_property
@@ -76,9 +77,9 @@ def body_of(
         eqns: its equations.
         reads: its inputs, parameters first.
         writes: its outputs.
-        flows: two sets of values that gradients flow through: the first as if no parameter were
-            frozen, the second given the frozen ones.
-        main: the equations among them that this layer alone computes.
+        flows: two sets of values that gradients flow through: the first if no parameter is frozen,
+            the second given the frozen parameters.
+        main: the equations among `eqns` that no other layer computes.
     """
     loss = Ref(ValueKind.LOSS, 0)
     summed = (ValueKind.PARAMETER, ValueKind.TENSOR)
@@ -109,7 +110,7 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
     """Returns the values whose fate can be chosen, with names.
 
     They are random bits, and the results of heavy equations such as products, which XLA writes to
-    memory in any case. If random bits only become a mask, the mask is returned in their place.
+    memory in any case. If random bits only serve to make a mask, the mask replaces them.
 
     Args:
         eqns: the equations of a layer.
@@ -127,10 +128,10 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """Returns the boolean mask that random bits become; the bits, if anything else is made of them.
+    """Returns the boolean mask that random bits become; the bits if they do not become a mask.
 
-    A mask takes one byte per element where random bits take four. They are followed only through
-    cheap equations, and only while a single equation reads each result.
+    A mask takes one byte per element, and random bits take four. The mask must follow from the bits
+    by cheap equations with one result each, and each of these results must have one reader.
     """
     current = bits
     while True:

@@ -1,8 +1,8 @@
 """Checks the reductions that a user chose for leaves of aux and of the model state.
 
-Aux is what a loss returns besides its value. A reduction says how a leaf of the whole batch
-is made of the leaves of the batch's parts. Users choose a reduction by a pattern of paths.
-Here the choice is checked against the types of the matching leaves.
+Aux is what a loss returns besides its value. A reduction says how a leaf for the whole batch
+follows from the leaves of the batch's parts. Users choose a reduction for each pattern of paths.
+This file checks that the reduction fits the types of the matching leaves.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def chosen_aux(
     Args:
         reductions: the user's choices, by pattern.
         paths: the paths of the leaves.
-        leaves: the shapes of the values of each leaf; a `Weighted` has two.
+        leaves: the shapes of the values of each leaf; a `Weighted` leaf has two values.
 
     Raises:
         ValueError: a pattern matches nothing, or a reduction does not fit its leaf.
@@ -36,7 +36,7 @@ def chosen_aux(
     for path, reduction, parts in zip(paths, said, leaves, strict=True):
         why = None if reduction is None else _unfit(reduction, parts)
         if why:
-            raise ValueError(f"aux_reduce says '{reduction}' of leaf '{path}' of aux, {why}")
+            raise ValueError(f"aux_reduce says '{reduction}' for leaf '{path}' of aux, {why}")
     return said
 
 
@@ -45,18 +45,18 @@ def _unfit(reduction: AuxReduction, parts: Sequence[jax.ShapeDtypeStruct]) -> st
     dtype = parts[0].dtype
     if len(parts) > 1:
         return (
-            "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or "
-            "return total alone"
+            "which is jvpipe.Weighted and always reduced to sum(total) / sum(weight): choose a "
+            "pattern that does not match it, or return total alone"
         )
     if reduction is AuxReduction.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         return (
-            f"which is of type {dtype}: cast it to float32 in the loss, or say 'sum', 'max' or "
+            f"which is of type {dtype}: cast it to float32 in the loss, or choose 'sum', 'max' or "
             "'last'"
         )
     if reduction is AuxReduction.SUM and dtype == np.bool_:
         return (
-            "which is of type bool: cast it to int32 in the loss, or say 'max', which is whether "
-            "any is true"
+            "which is of type bool: cast it to int32 in the loss, or choose 'max', which tells "
+            "whether any value is true"
         )
     return None
 
@@ -66,7 +66,7 @@ def check_state_reduction(
     leaf: Atom,
     reduction: StateReduction,
 ) -> None:
-    """Checks that a leaf of the model state can be reduced as the user says.
+    """Checks that the reduction that the user chose fits a leaf of the model state.
 
     Args:
         path: the path of the leaf.
@@ -86,6 +86,6 @@ def check_state_reduction(
     if not fits[reduction]:
         others = ", ".join(repr(other.value) for other, fit in fits.items() if fit)
         raise ValueError(
-            f"model_state_reduce says '{reduction}' of '{path}', which is of type {dtype}: say "
+            f"model_state_reduce says '{reduction}' for '{path}', which is of type {dtype}: choose "
             f"{others}, or keep it in float32"
         )

@@ -2,11 +2,11 @@
 
 
 class CoupledError(ValueError):
-    """Examples of a micro-batch depend on one another, so replicas cannot share them out.
+    """Examples of a micro-batch depend on one another, so replicas cannot share the micro-batch.
 
     Args:
         message: for the user.
-        where: the layer and the equation at which examples meet; empty if no single one is known.
+        where: the layer and the equation that couple examples; empty if no single equation does.
     """
 
     def __init__(self, message: str, where: str = "") -> None:
@@ -19,12 +19,12 @@ class CoupledError(ValueError):
 
         Args:
             place: the layer that has the equation.
-            reason: what the equation does, as a sentence that begins with the equation's name.
+            reason: what the equation does, as a clause that begins with its name.
         """
         return CoupledError(
-            f"{place} cannot be replicated: {reason}. Where a stage is replicated every example "
-            "has to be computed by itself (batch norm, whose statistics are model state, may use "
-            "those of its replica): use one device for each stage, let examples be apart, or "
-            "make each stage a mesh with a batch_axis",
+            f"{place} cannot be replicated: {reason}. A replicated stage must compute each example "
+            "independently (only a batch norm whose statistics are model state may combine the "
+            "examples of its replica): use one device for each stage, make examples independent, "
+            "or make each stage a mesh with a batch_axis",
             where=f"{place}: {reason}",
         )

@@ -4,11 +4,10 @@ The two are equal if the loss is a mean over examples. They differ if the loss i
 if examples meet in the loss, as in an in-batch softmax, a batch norm, a maximum, or a mean
 over a varying number of items.
 
-The loss is traced at two numbers of examples, and its equations are followed as for
-replicas (`jvpipe.trace.spread`). But here a batch norm couples examples. For replicas it
-does not, because a replica may normalize by its own statistics. Only the equations that
-make the loss's value are followed, because metrics and model state may combine examples in
-any way.
+The loss is traced at two numbers of examples, and `jvpipe.trace.spread` follows its equations, as
+it does for replicas. But here a batch norm counts as coupling examples, while each replica may
+normalize by its own statistics. Only the equations that make the loss's value are followed, because
+metrics and model state may combine examples in any way.
 """
 
 import logging
@@ -38,9 +37,9 @@ def warn_of_splitting(traced: Traced, microbatches: int) -> None:
         return
     _log.warning(
         "each batch is split into %d micro-batches, because microbatches was not given, but the "
-        "loss of a batch is not the mean of the losses of its micro-batches (%s). Say "
+        "loss of a batch is not the mean of the losses of its micro-batches (%s). Set "
         "microbatches=1 for the loss of whole batches, or microbatches=%d if each micro-batch may "
-        "be a batch of its own; a sum, or a mean over a varying number of items, returns "
+        "count as a batch; for a sum, or a mean over a varying number of items, return "
         "jvpipe.Weighted(total, weight)",
         microbatches,
         reason,
@@ -51,19 +50,19 @@ def warn_of_splitting(traced: Traced, microbatches: int) -> None:
 def why_splitting_matters(traced: Traced) -> str | None:
     """Returns why the loss of a batch is not the mean of the losses of its parts, for a message.
 
-    The loss is traced once or twice more, at other sizes; nothing is compiled.
+    The loss is traced again at one or two other sizes; nothing is compiled.
 
     Args:
         traced: the layers, traced at the size of a micro-batch.
 
     Returns:
-        The layer and the equation that couple examples, and how. None for a mean over examples and
-        for a `jvpipe.Weighted` of two sums. None also if nothing is known, because the loss cannot
-        be traced at other numbers of examples or has other equations there.
+        The layer and the equation that couple examples, and how; None for a mean over examples and
+        for a `jvpipe.Weighted` of two sums. The result is also None if the answer is unknown,
+        because the loss cannot be traced at other numbers of examples or has other equations there.
     """
     loss, of_size = traced.loss, traced.loss.of_size
     assert of_size is not None, "a loss that was not traced from a function"
-    # JAX traces some functions differently at a size of one, but alike at all larger sizes.
+    # JAX traces some functions differently at a size of one than at all larger sizes.
     examples = max(traced.graph.examples, 2)
     try:
         loss = loss if examples == traced.graph.examples else of_size(examples)
@@ -87,8 +86,8 @@ def why_splitting_matters(traced: Traced) -> str | None:
         return coupled.where or None
     both = zip(results, double_results, strict=True)
     overs = {spreading.lies(*atoms).over for atoms in both}
-    # Totals and weights of micro-batches are added up apart. The quotient of these sums is that of
-    # the batch if both are sums, or neither of them is.
+    # The totals of micro-batches are added up, and so are their weights. The quotient of the two
+    # results is that of the whole batch if both are sums, or if each is a mean or a constant.
     if overs <= {Over.NONE, Over.MEAN} or (loss.weighted and overs == {Over.SUM}):
         return None
     kind = "a sum" if overs <= {Over.NONE, Over.SUM} else "neither a mean nor a sum"

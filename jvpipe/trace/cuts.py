@@ -1,16 +1,16 @@
 """Finds the narrow positions in a model's list of equations, where it is cut into layers.
 
-A position is between two equations. A value is alive there if it is made before the
-position and read after it. A position is a good cut if few values are alive, because each
-of them must be sent between the two layers. How many are "few" depends on the model, so
-positions are compared with their neighbors:
+A position is between two equations. A value is alive at a position if it is made before the
+position and read after it. A position is a good cut if few values are alive, because each of them
+must be sent between the two layers. How many are "few" depends on the model, so positions are
+compared with their neighbors:
 
 - A position is narrow if no position nearby has fewer live values. Distance is counted in weighted
   operations (products, convolutions, lookups that read a parameter).
 - Values that live long (skip connections) do not count.
 - A layer has at least one weighted operation.
 - If the run of equations between two cuts is still large, as a level of a U-Net may be, the run is
-  cut again by itself. Then the values that enter the run do not count.
+  cut again by itself. Values that enter the run are then not counted.
 
 Whether a position is cut depends only on the equations nearby. So a change to one part of a model
 leaves distant layers as they were, and their compiled programs can be used again. If a model gets
@@ -33,17 +33,18 @@ from jvpipe.trace.jaxprs import bytes_of, variables
 class LayerEffort:
     """How fine the layers are: more layers leave a planner more choices and take longer to compile.
 
-    A plan says how many layers each stage has. So a plan may not fit once these numbers change.
+    A plan says how many layers each stage has, so an old plan may not fit after these numbers
+    change.
 
     Attributes:
         scales: pairs (window, skip), from the usual scale to the finest. A position is compared
-            with `window` weighted operations to either side; a value that lives across more than
-            `skip` weighted operations is a skip connection.
+            with `window` groups of positions (`_narrow`) to either side; a value that lives across
+            more than `skip` weighted operations is a skip connection.
         few_layers: a model with fewer layers than this is cut again at the next scale.
         large_operations: a layer with more weighted operations than this is cut again, if possible.
-        even: how finely the ways to cut a layer in two are compared. A way is better if its
-            slower half takes a smaller fraction of the layer's seconds. If two fractions
-            round to the same multiple of `even`, the way that sends fewer bytes is better.
+        even: the step to which fractions are rounded when a layer is cut in two. A cut is better if
+            its slower half takes a smaller fraction of the layer's seconds. If two fractions round
+            to the same multiple of `even`, the cut that sends fewer bytes is better.
     """
 
     scales: tuple[tuple[int, int], ...] = (
@@ -88,8 +89,8 @@ def _cuts_at(
     Args:
         eqns: the equations, in order.
         weighted: marks the weighted operations.
-        window: see `_narrow`.
-        skip: see `_narrow`.
+        window: how many groups of positions to either side a group is compared with.
+        skip: a value that lives across more weighted operations is a skip connection.
     """
     cuts = _narrow(eqns, weighted, window, skip)
     if not cuts:
@@ -122,9 +123,9 @@ def _narrow(
     #
     #     equations    W a b W c W d      W: a weighted operation
     #     groups        0 0 0 1 1         no cut before the first W or behind the last
-    #     alive         2 1 3 2 2         the fewest alive: 1 in group 0, 2 in group 1
+    #     alive         2 1 3 2 2         values alive at a position: at least 1 in group 0, 2 in 1
     #
-    # If two neighboring groups have equally few live values, both are narrow. So a model of
+    # If two neighboring groups have equally few live values, both get a cut. So a model of
     # equal layers is cut between any two of its layers.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
@@ -138,8 +139,8 @@ def _narrow(
         nearby = fewest[begin : g + window + 1]
         if fewest[g] > min(nearby):
             continue
-        # The position with the fewest values is cut; of several, the one with the fewest bytes;
-        # of those that are left, the last.
+        # The cut is at a position with the fewest values. Among several such positions, it is at
+        # one with the fewest bytes, and among these at the last.
         narrow = group[count[group] == fewest[g]]
         fewest_bytes = width[narrow].min()
         narrowest = narrow[width[narrow] == fewest_bytes]
@@ -152,25 +153,25 @@ def _alive(
     seen: np.ndarray,
     skip: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each position the number of values that are alive there, and their bytes.
+    """Returns the number of values that are alive at each position, and their bytes.
 
-    Skip connections are left out. A scalar counts only in the bytes. A position at which no value
-    is alive, such as the one behind the loss, counts as having one.
+    Skip connections are not counted. A scalar counts only in the bytes. A position at which no
+    value is alive, such as the one after the loss, counts as having one.
 
     Args:
         eqns: the equations, in order.
         seen: the number of weighted operations before each position.
         skip: a value that lives across more weighted operations is a skip connection.
     """
-    # A value adds one at the first position of its life and takes one away behind its last. The
-    # running sum over these differences is the count at each position. That takes one step per
-    # value instead of one per value and position:
+    # A value adds 1 at the first position at which it is alive, and subtracts 1 right after the
+    # last. The running sum over these differences is the count at each position. This takes one
+    # step per value instead of one per value and position:
     #
     #     made by equation 1, last read by 4:    +1 at position 2, -1 at 5: alive at 2, 3 and 4
     born: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for p, eqn in enumerate(eqns):
-        # Inputs of the loss are born nowhere, and are not counted.
+        # No equation makes the inputs of the loss, so they are not counted.
         read = [var for var in variables(eqn.invars) if var in born]
         last |= dict.fromkeys(read, p)
         born |= dict.fromkeys(eqn.outvars, p)

@@ -1,7 +1,7 @@
-"""A batch norm, for users to call, with running statistics of whole batches, not of micro-batches.
+"""A batch norm for users to call, with running statistics of whole batches, not of micro-batches.
 
-Each micro-batch adds its values to sums. From these sums, the last micro-batch of a batch
-updates the running statistics.
+Each micro-batch adds its values to sums. The last micro-batch of a batch updates the running
+statistics from these sums.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class BatchStatistics(NamedTuple):
     """The running statistics of each feature, and sums over the micro-batches of the current batch.
 
     They are a part of the model state. An evaluation normalizes with `mean` and `variance`. `total`
-    is the sum of values minus `mean`, and `squares` is the sum of the squares of these
-    differences. If values are far from zero, a sum of their own squares would lose the variance
-    to rounding.
+    is the sum of the differences between values and `mean`, and `squares` is the sum of the squares
+    of these differences. If values are far from zero, a sum of the squares of the values themselves
+    would lose the variance to rounding.
 
     >>> BatchStatistics.of(3).variance.tolist()
     [1.0, 1.0, 1.0]
@@ -62,14 +62,14 @@ def deferred_batch_norm(
     """Normalizes features by a micro-batch's statistics, and keeps running ones of whole batches.
 
     A plain batch norm in a pipeline updates its running statistics in every micro-batch, each time
-    from few examples. This one updates them once per batch, from all examples of the batch, as
+    from few examples. This function updates them once per batch, from all examples of the batch, as
     torchgpipe's `DeferredBatchNorm` does (Kim et al., 2020, section 3.3). So the running statistics
     do not depend on how a batch is split.
 
     Args:
         x: the values, with features along the last axis and any axes before. The result is neither
             scaled nor shifted; the caller does that.
-        statistics: the statistics that the micro-batch before returned.
+        statistics: the statistics that the call for the previous micro-batch returned.
         microbatches: the number of micro-batches per batch, the same as the pipeline's.
         momentum: the weight of a batch in the running statistics.
         epsilon: the number that is added to the variance.
@@ -88,7 +88,7 @@ def deferred_batch_norm(
     """
     if not is_whole(microbatches) or microbatches < 1:
         raise ValueError(
-            f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}"
+            f"microbatches must be the pipeline's number, at least 1, not {brief(microbatches)}"
         )
     values = x.astype(jnp.float32)
     axes = tuple(range(x.ndim - 1))
@@ -133,8 +133,8 @@ def _remembered(
     seen = before.seen + 1
     whole = seen == microbatches
     count = items.astype(jnp.float32)
-    # Here and in `squares`, values are taken minus the running mean, which does not change within
-    # a batch. So the batch's mean is the running mean plus `off`.
+    # `total` and `squares` are sums over differences from the running mean, which does not change
+    # within a batch. So the batch's mean is the running mean plus `off`.
     off = total / count
     mean = before.mean + off
     variance = jnp.maximum(squares / count - off**2, 0.0)

@@ -1,10 +1,10 @@
 """Changes running statistics of batch norms once per batch, from sums over its micro-batches.
 
-Each micro-batch adds its sums to leaves of the model state that the user does not see. The
-last micro-batch of the batch computes the new running statistics from these leaves, as the
-loss on the whole batch would, and sets the leaves to 0. Below, sk are the sums of
-micro-batch k of four, r is a running statistic, and h is the formula by which the loss
-makes the new value of r from sums:
+Each micro-batch adds its sums to leaves of the model state that the user does not see. The last
+micro-batch of the batch computes the new running statistics from these leaves, as the loss on the
+whole batch would, and sets the leaves to 0. Below, a batch has four micro-batches, sk are the sums
+of micro-batch k, r is a running statistic, and h is the formula by which the loss computes the new
+value of r from r and the sums:
 
     after micro-batch          none    0     1          2               3
     the added leaves           0       s0    s0 + s1    s0 + s1 + s2    0
@@ -34,16 +34,16 @@ from jvpipe.trace.running import RunningLeaf, Sum, TwoTraces, state_after, state
 
 
 def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
-    """Puts off the updates of batch norms' running statistics until a batch's last micro-batch.
+    """Defers the updates of batch norms' running statistics to the last micro-batch of a batch.
 
     Args:
         loss: the loss of a micro-batch; all micro-batches of a batch have the same size.
         microbatches: the number of micro-batches of a batch.
 
     Returns:
-        The loss with more leaves of the model state, after the user's. For each running
-        statistic of a batch norm, these are a counter of the micro-batches so far and one
-        leaf for each sum over them.
+        The loss with additional leaves of the model state after the user's. For each running
+        statistic of a batch norm, these are a counter of the micro-batches so far, and one leaf for
+        each sum over them.
 
     Raises:
         ValueError: no leaf is a running statistic of a batch norm, or the formula that
@@ -88,7 +88,7 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
 
 @dataclass(frozen=True)
 class _Change:
-    """The equations that replace a leaf's own update.
+    """The equations that replace the loss's own update of a leaf.
 
     Attributes:
         eqns: the equations, which run in every micro-batch.
@@ -136,7 +136,7 @@ def _change(
     eqns = jaxprs.renamed(closed.jaxpr.eqns, names)
     value, *results = closed.jaxpr.outvars
     assert not closed.consts
-    assert names.keys().isdisjoint(closed.jaxpr.outvars), "an update yields what it was given"
+    assert names.keys().isdisjoint(closed.jaxpr.outvars), "an update returns one of its inputs"
     return _Change(
         eqns,
         value,
@@ -163,7 +163,7 @@ def _updated(
         old: the leaf's value before the micro-batch.
         parts: the sums of this micro-batch.
         seen: how many micro-batches of the batch came before.
-        so_far: the sums of these micro-batches.
+        so_far: the sums over these earlier micro-batches.
     """
     wide = [part.astype(jnp.float32) for part in parts]
     after = _added(leaf.sums, seen, so_far, wide)
@@ -181,17 +181,17 @@ def _added(
     so_far: Sequence[Array],
     parts: Sequence[Array],
 ) -> list[Array]:
-    """Adds the sums of a micro-batch to the sums of the micro-batches before it.
+    """Adds the sums of a micro-batch to the sums over the micro-batches before it.
 
-    If squares are centered, each micro-batch has subtracted its own mean from its values. In the
-    total, the mean of all micro-batches must take the place of their own means. If k micro-batches
-    of n values each came before, and their mean differs from this micro-batch's mean by d, the
-    total grows by another d**2 * n k / (k + 1) (Chan et al., 1983).
+    If squares are centered, each micro-batch has subtracted its own mean from its values, but in
+    the total, the mean of all micro-batches must be subtracted. If k micro-batches of n values each
+    came before, and their mean differs from this micro-batch's mean by d, d**2 * n k / (k + 1) must
+    be added to the total (Chan et al., 1983).
 
     Args:
         kinds: the kinds of the sums.
         seen: how many micro-batches came before.
-        so_far: the sums of the micro-batches before.
+        so_far: the sums over the micro-batches before.
         parts: the sums of this micro-batch.
     """
     places = [kind.eqn for kind in kinds]
@@ -218,7 +218,7 @@ def _ended(
     Args:
         traces: the loss at the shapes of a micro-batch and of a whole batch.
         leaf: a running statistic of a batch norm.
-        old: its value before the batch.
+        old: the leaf's value before the batch.
         totals: the sums over all micro-batches of the batch.
     """
     whole = traces.whole

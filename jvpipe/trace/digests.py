@@ -1,7 +1,7 @@
-"""Digests of arrays and of jaxprs, for processes to check that they were given the same model.
+"""Digests of arrays and of jaxprs, by which processes check that they have the same model.
 
-No digest depends on names of variables, on addresses in memory or on the order of sets. So digests
-may be compared between processes with different values of PYTHONHASHSEED.
+Digests do not depend on names of variables, on addresses in memory or on the order of sets. So
+processes with different values of PYTHONHASHSEED can compare their digests.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from jvpipe.util.paths import path_names
 Tree = Any
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _THREADS = 8
-"""How many arrays are hashed at once: a thread hashes about 1 GB per second, and hashing releases
-Python's global lock.
+"""How many arrays are hashed in parallel. A thread hashes about 1 GB per second, and hashing
+releases Python's global lock.
 """
 
 
@@ -46,7 +46,7 @@ def without_addresses(text: str) -> str:
 
 
 def array_digest(value: Any) -> str:
-    """Returns a digest of an array's bytes on a device, or of the words of typed keys."""
+    """Returns a digest of the bytes of an array on a device, or of the words of typed keys."""
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
     # The array is cast to the type that it has on a device, because a float64 array of NumPy and
@@ -59,8 +59,8 @@ def array_digest(value: Any) -> str:
 def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
     """Returns a line for each leaf of a tree: path, type, shape, and a digest of the leaf's bytes.
 
-    A shape, or an array that lies on several processes, has no digest. Each leaf is read once, at
-    about one second per gigabyte, divided by the number of free cores.
+    A shape, or an array of which this process has only a part, has no digest. Each leaf is read
+    once; this takes about one second per gigabyte, divided by the number of free cores.
 
     Args:
         tree: a tree of arrays or shapes.
@@ -75,9 +75,9 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def _digest_of_leaf(leaf: Any) -> str:
-    """Returns the digest of a leaf; empty for a shape or an array that lies on several processes.
+    """Returns the digest of a leaf, and reads it if it is lazy.
 
-    Lazy arrays are read.
+    The digest is empty for a shape, and for an array of which this process has only a part.
     """
     is_here = getattr(leaf, "is_fully_addressable", True)
     if type(leaf) is jax.ShapeDtypeStruct or not is_here:
@@ -90,9 +90,9 @@ def _digest_of_leaf(leaf: Any) -> str:
 def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """Returns a line for each leaf that a function makes from a key: path, type, shape and digest.
 
-    No leaf is computed. A leaf's digest covers the equation that makes the leaf and the
-    digests of the equation's operands. Each equation is digested once, even if many leaves
-    depend on it.
+    The leaves are not computed. A leaf's digest covers the equation that makes the leaf, and the
+    digests of the equation's operands. Each equation is digested once, even if many leaves depend
+    on it.
 
     Args:
         initializer: makes a tree of arrays from a key.
@@ -140,7 +140,7 @@ def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
-    """Returns lines that two jaxprs share if they have the same equations and the same constants.
+    """Returns lines that are equal for two jaxprs with the same equations and the same constants.
 
     A line for each constant comes first, then one for the inputs, one for each equation, and one
     for the outputs. Variables are compared by the order of their first appearance, literals by

@@ -1,7 +1,7 @@
 """A user's loss as a flat function, which returns a list of arrays, and its jaxpr.
 
-The user's function gets a random key that is made from a seed. What it returns is taken apart into
-the loss, the model state and aux. Each of them is checked while the function is traced, so that an
+The user's function gets a random key that is made from a seed. Its result is split into the loss,
+the model state and aux. They are checked while the function is traced, so that the traceback of an
 error still shows the user's function.
 """
 
@@ -32,7 +32,7 @@ class FlatLoss:
     """A user's loss, to be traced.
 
     Args:
-        function: from (params, [model state,] batch, key) to what the loss returns.
+        function: the user's loss, a function of (params, [model state,] batch, key).
         key_of: makes the key of a micro-batch from a seed; None if the user gave no key.
         has_aux: whether the loss returns aux besides its value.
         has_state: whether the loss takes the model state and returns a new one.
@@ -59,14 +59,14 @@ class FlatLoss:
             seed: the shape of the seed; None if the user gave no key.
 
         Returns:
-            The loss, from the leaves of its arguments to those of (loss, model state, aux); the
+            A jaxpr from the leaves of the arguments to the leaves of (loss, model state, aux); the
             tree of the loss; the tree of aux.
 
         Raises:
-            ValueError: the loss returns what it should not, or has effects that a pipeline cannot
-                have.
+            ValueError: a result of the loss has a wrong form or type, or the loss has effects that
+                a pipeline does not support.
         """
-        returned: list[TreeDef] = []  # a traced function returns only arrays, so trees are put here
+        returned: list[TreeDef] = []  # `flat` stores trees here, because it returns only arrays
 
         @_named_as(self.function)
         def flat(params: Tree, *rest: Any) -> list[Any]:
@@ -97,7 +97,7 @@ def _traced(
     *,
     with_key: bool,
 ) -> ClosedJaxpr:
-    """Traces a flat loss; errors that are likely a user's mistake say so.
+    """Traces a flat loss; adds hints to errors that are likely to be a user's mistake.
 
     Args:
         flat: the function.
@@ -107,16 +107,16 @@ def _traced(
     try:
         return flatten(flat, *arguments, keep_rules=True)
     except Exception as error:
-        # Without a key the loss gets None, which then likely causes the type error.
+        # Without a key, the loss gets None, which is then the likely cause of a TypeError.
         may_lack_key = not with_key and isinstance(error, TypeError)
         if may_lack_key and "PRNG key" in str(error):
             raise ValueError(
-                "the loss uses its rng, and none was given: give init a key, init(params, batch, "
-                "jax.random.key(0))"
+                "the loss uses its rng, but no key was given: give one to init, init(params, "
+                "batch, jax.random.key(0))"
             ) from error
         if may_lack_key and ("key" in str(error) or "None" in str(error)):
             error.add_note(
-                "The loss was traced without a key: if it needs one, give it to init, "
+                "The loss was traced without a key: if it needs a key, give one to init, such as "
                 "jax.random.key(0)."
             )
         if isinstance(error, TypeError):  # a loss of (params, x, y) would get the key as its y
@@ -129,7 +129,7 @@ def _traced(
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that makes errors show the user's function: name, place, arguments."""
+    """Returns a decorator after which errors show the name, place and arguments of `function`."""
     # Partials are unwrapped. For a callable object, errors show its `__call__`.
     while isinstance(function, functools.partial):
         function = function.func
@@ -146,12 +146,12 @@ def _parts(
     """Returns value, model state and aux of a loss; None for a part that the loss does not have.
 
     Args:
-        out: what the user's function returned.
-        has_aux: whether it returns aux.
-        has_state: whether it returns the model state.
+        out: the result of the user's function.
+        has_aux: whether it has aux.
+        has_state: whether it has a model state.
 
     Raises:
-        ValueError: it did not return a tuple of that many parts.
+        ValueError: the result is not a tuple with the right number of parts.
     """
     count = 1 + has_aux + has_state
     if count == 1:
@@ -172,7 +172,7 @@ def _check_loss(loss: Any) -> None:
     """Checks that the value of a loss is a real scalar, or a `Weighted` of two scalars."""
     for part in loss if isinstance(loss, Weighted) else (loss,):
         if not isinstance(part, (jax.Array, int, float, np.ndarray, np.generic)):
-            hint = "; say has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
+            hint = "; set has_aux=True if it returns (loss, aux)" if isinstance(part, tuple) else ""
             raise ValueError(
                 f"the loss must be a scalar or jvpipe.Weighted, not {type(part).__name__}{hint}"
             )
@@ -191,7 +191,7 @@ def _check_loss(loss: Any) -> None:
     if weight_type == np.bool_ or jnp.issubdtype(weight_type, jnp.complexfloating):
         raise ValueError(
             f"the weight of jvpipe.Weighted must be a real number, not of type {weight_type}: "
-            "of a mask, take the sum"
+            "if it is a mask, take its sum"
         )
 
 
@@ -224,13 +224,13 @@ def _check_state(old: Tree, new: Tree) -> None:
 
 
 def _check_effects(closed: ClosedJaxpr) -> None:
-    """Checks that a loss makes no calls to the host that must run exactly once, or in order."""
+    """Checks that a loss has no calls to the host that must run exactly once, or in order."""
     for eqn in jaxprs.every(closed.jaxpr.eqns):
         name = eqn.primitive.name
         if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
             raise ValueError(
-                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, whose effects "
-                "have no place in a pipeline, where layers run beside each other and partly "
+                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, which must run "
+                "exactly once or in order, but a pipeline runs layers in parallel and some of them "
                 "again: use jax.debug.callback (it runs once per micro-batch, in the forward), "
                 "or return the values, with has_aux=True, and use them after the step"
             )

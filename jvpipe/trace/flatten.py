@@ -9,9 +9,9 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr
 from jvpipe.trace.inline import inlined
 
-# Calls that are replaced by the equations of their bodies. Each primitive comes with the parameter
-# that has the body. `jax.checkpoint` ("checkpoint", "remat", "remat2") is among them, because
-# jvpipe itself decides which values are kept and which are recomputed.
+# Calls that are replaced by the equations of their bodies: the name of each primitive, with the
+# name of the parameter that has the body. `jax.checkpoint` ("checkpoint", "remat", "remat2") is
+# among them, because jvpipe decides which values are kept and which are recomputed.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -21,7 +21,7 @@ CALLS = {
     "remat2": "jaxpr",
     "remat": "jaxpr",
 }
-# Calls with a derivative rule of their own, each with the parameter that has the body.
+# Calls with a user's derivative rule, in the same form.
 RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
@@ -33,17 +33,17 @@ def flatten(
     """Traces a function to one flat, pruned jaxpr.
 
     Nested `jit` and `jax.checkpoint` calls are replaced by their bodies, which keep the name scopes
-    of the calls. Cheap scalars that depend only on constants are computed here, once for all.
-    Sharding constraints are left out.
+    of the calls. Cheap scalars that depend only on constants are computed here, once. Sharding
+    constraints are removed.
 
     Args:
         fn: the function.
         args: arrays or `jax.ShapeDtypeStruct`.
-        keep_rules: whether to keep calls with a derivative rule, because a derivative of
-            the result needs the rule. If not, the bodies of these calls replace them.
+        keep_rules: whether to keep calls with a derivative rule, which are needed to differentiate
+            the result. If False, they are replaced by their bodies, too.
 
     Raises:
-        ValueError: the function closes over a value that was traced.
+        ValueError: the function closes over a tracer, a value of an earlier trace.
 
     >>> import jax, jax.numpy as jnp
     >>> closed = flatten(jax.jit(lambda x: jax.jit(jnp.sin)(x) + 1.0), 1.0)
@@ -54,8 +54,8 @@ def flatten(
     traced = jax.make_jaxpr(fn)(*args)
     if any(isinstance(x, _jax.Tracer) for x in traced.consts):
         raise ValueError(
-            "the loss, or a derivative rule in it, closes over a value that was traced, of which "
-            "nothing is left when it is used (jax.grad(jax.jit(loss)) fails too): pass the value "
-            "as an argument, or make it with NumPy"
+            "the loss, or a derivative rule in it, closes over a value of an earlier trace, which "
+            "is no longer valid (jax.grad(jax.jit(loss)) fails, too): pass the value as an "
+            "argument, or make it with NumPy"
         )
     return inlined(traced, calls)

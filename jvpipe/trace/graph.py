@@ -1,8 +1,8 @@
 """The layer graph of a loss, and the equations of each layer.
 
 The main equations e0 to e5 of a loss are cut where few values cross (at `|`), and each run between
-two cuts becomes a layer. Floating equations such as f0 and f1 (masks, positions, casts) belong to
-no run: each layer computes the ones that it needs.
+two cuts becomes a layer. Floating equations such as f0 and f1 (masks, positions, casts) are not
+part of a run: each layer computes those that it needs.
 
     main        e0 e1 e2 | e3 e4 | e5      layers 0, 1 and 2
     floating    f0 f1
@@ -41,8 +41,8 @@ class Traced:
         graph: the layers.
         bodies: the equations of each layer.
         loss: the loss that was cut into these layers.
-        cuts: positions among the main equations: a layer ends before each.
-        splits: further positions at which layers end because the caller asked for them.
+        cuts: positions among the main equations; a layer ends at each.
+        splits: further positions at which layers end, because the caller asked for them.
     """
 
     graph: LayerGraph
@@ -65,12 +65,12 @@ def build_graph(
 ) -> Traced:
     """Cuts a traced loss into layers.
 
-    Cheap values made of no parameter (masks) or of parameters alone (casts) belong to no layer:
-    each layer that needs one computes it. But `settle_sums` gives some sums to one layer.
+    Cheap values that depend on no parameter (masks) or only on parameters (casts) are computed by
+    each layer that needs them. But `settle_sums` assigns some sums to a single layer.
 
     Args:
         loss: the traced loss.
-        cuts: positions among its main equations; None: `narrow_cuts` finds them.
+        cuts: positions among its main equations; None for those that `narrow_cuts` finds.
         splits: further positions, inside the layers that the cuts make.
     """
     sorted_eqns = Sorted.of(loss)
@@ -118,7 +118,7 @@ class _Assembly:
         loss: the traced loss.
         floating: equations that each layer computes if it needs them.
         runs: the main equations of each layer.
-        cuts: the positions between the runs, without `splits` (see `build_graph`).
+        cuts: the `cuts` of `build_graph`, without its `splits`.
         last: the layer that makes the loss; it also yields the outputs that no run makes.
     """
 
@@ -178,7 +178,7 @@ class _Assembly:
         refs = dict(self.loss.inputs)
         for i, v in enumerate(crossing):
             refs[v] = Ref(ValueKind.TENSOR, i)
-        # A backward is made as if nothing were frozen, then pruned to the gradients that are used:
+        # A backward is made for all parameters, and then pruned to the gradients that are used;
         # `Body.returned` says why.
         flows = active(self.loss), active(self.loss, self.loss.frozen)
         bodies = []
@@ -241,7 +241,7 @@ class _Assembly:
         for layer, sink in enumerate(sinks):
             writer |= dict.fromkeys((ref for _, ref in sink), layer)
         for v, ref in self.loss.inputs.items():
-            # A parameter that no layer reads needs an owner all the same: its gradient is zero.
+            # A parameter that no layer reads still needs an owner, although its gradient is zero.
             if ref.kind == ValueKind.PARAMETER:
                 readers.setdefault(v, [self.last])
             # If no layer reads a leaf of model state, the layer that writes the new value counts
@@ -292,7 +292,7 @@ class _Assembly:
         )
 
     def _parameters(self, readers: dict[Var, list[int]]) -> tuple[Parameter, ...]:
-        """Returns the parameters; a place that is several devices has a part of each.
+        """Returns the parameters; if places are meshes, with the bytes of each on one device.
 
         Args:
             readers: the layers that read each parameter.

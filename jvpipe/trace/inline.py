@@ -1,9 +1,9 @@
 """Replaces calls inside a jaxpr by their bodies, equation by equation, without tracing again.
 
-Scans over stacked layers are unrolled on the way, so that the loss can be cut between
-layers. An array whose slices are known one by one is passed on as a `_Stack`. A scan over
-layers takes slices from stacks, and a cast of a stack is a stack. The whole array is made
-only for other equations that read a stack.
+Scans over stacked layers are unrolled as well, so that the loss can be cut between layers. An array
+whose slices are available one by one is represented by a `_Stack`. A scan over layers takes slices
+from stacks, and a cast of a stack is a stack. The whole array is made only if any other equation
+reads the stack.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ from jvpipe.trace.keys import index_key, is_key, picks_key, take
 from jvpipe.trace.primitives import is_cheap
 
 JITS = {"jit": "jaxpr", "pjit": "jaxpr"}
-"""Calls that the compiler merges into their callers, each with the parameter that has its body."""
+"""Calls that the compiler inlines: primitive names, each with the parameter that has the body."""
 SLICEWISE = ("convert_element_type", "copy", "stop_gradient")
 """Primitives that act on each slice of a stack as they act on the whole stack."""
 _SHARDING = "sharding_constraint"
-"""The primitive that is left out: it names a mesh, and the layer's stage may have another mesh."""
+"""The primitive that is removed: it names a mesh, and the layer's stage may have another mesh."""
 
 
 @jax.jit
@@ -35,12 +35,12 @@ def jvpipe_stack_layers(*slices: Any) -> jax.Array:
 
 
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
-    """Returns a jaxpr with each call replaced by its body, pruned.
+    """Returns a pruned jaxpr in which the bodies of calls replace the calls.
 
     Scans over stacks that `jvpipe_stack_layers` made are unrolled. Scalars that depend only on
-    constants are computed. Sharding constraints are left out. An `iota` moves to the first
-    equation that reads its result. An equation of a body gets the source location of the
-    outermost call around it, and the name scopes of all calls around it.
+    constants are computed. Sharding constraints are removed. An `iota` moves to the first equation
+    that reads its result. An equation of a body gets the source location of the outermost call
+    around it, and the name scopes of all calls around it.
 
     Args:
         closed: any jaxpr.
@@ -76,12 +76,12 @@ def merged_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 @dataclass(eq=False)
 class _Stack:
-    """An array whose slices are known one by one.
+    """An array whose slices are available one by one.
 
     Attributes:
         part: returns the slice at an index.
         whole: returns the array; the first call appends the equations that make it.
-        layers: whether the slices belong to layers, so that a scan over the stack is unrolled.
+        layers: whether the slices belong to layers; a scan over such a stack is unrolled.
     """
 
     part: "Callable[[int], _Value]"
@@ -93,15 +93,15 @@ _Value = Atom | _Stack
 
 
 def _made(value: _Value) -> Atom:
-    """Returns a value as one atom, for an equation that reads it; a stack is made whole."""
+    """Returns a value as one atom; for a stack, the whole array."""
     return value.whole() if isinstance(value, _Stack) else value
 
 
 class _Line:
     """The flat list of equations so far, and the constants that they read.
 
-    In its methods, `call` is the source location of the call around an equation, and None outside
-    all calls. `source` is the location that new equations get.
+    Methods have two kinds of source locations: `call` is that of the call around an equation (None
+    outside all calls), and `source` is the location that new equations get.
     """
 
     def __init__(self, calls: Mapping[str, str]) -> None:
@@ -121,8 +121,8 @@ class _Line:
 
         Args:
             jaxpr: the whole jaxpr, or the body of a call or loop in it.
-            consts: the constants of the jaxpr.
-            args: the arguments that it is called with.
+            consts: the constants of `jaxpr`.
+            args: its arguments.
             call: the source location of the call; None outside all calls.
         """
         constants = map(self._constant, map(_jax.aval, jaxpr.constvars), consts)
@@ -245,8 +245,8 @@ class _Line:
 
         Args:
             eqn: the scan.
-            constants: what all iterations read.
-            carry: what the first iteration reads from the one before.
+            constants: the values that all iterations read.
+            carry: the initial carry.
             xs: the arrays or stacks; each iteration reads one slice of each.
             source: the location that new equations get.
         """
@@ -264,7 +264,7 @@ class _Line:
         return [*carry, *(self._stack_of(column, source) for column in columns)]
 
     def _part(self, x: _Value, i: int, source: Any) -> _Value:
-        """Returns the slice that iteration `i` reads from an array that a scan goes over."""
+        """Returns the slice of a scanned array or stack that iteration `i` reads."""
         if isinstance(x, _Stack):
             return x.part(i)
 
@@ -283,7 +283,7 @@ class _Line:
         atoms: list[Atom],
         call: Any,
     ) -> Sequence[Atom]:
-        # New variables are needed, because several calls may have the same body.
+        # Several calls may have the same body, so each copy of it needs new variables.
         outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]
         source = _jax.joined_source(call, eqn)
         self.eqns.append(
@@ -296,11 +296,11 @@ class _Line:
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
-        """Computes an equation between constant scalars, such as a counter that keys are made of.
+        """Computes an equation between constant scalars, such as counters that keys derive from.
 
         Returns:
-            The results; None if the equation has arrays or values that are not constant, is not
-            cheap, or has effects.
+            The results; None if the equation has an array as its result, reads a value that is not
+            constant, is not cheap, or has effects.
         """
         makes_array = any(_jax.aval(v).shape for v in eqn.outvars)
         if eqn.effects or makes_array or not is_cheap(eqn):
@@ -314,7 +314,7 @@ class _Line:
             return [Literal(_literal(x, aval), aval) for x, aval in results]
 
     def _read(self, atom: Atom) -> Atom:
-        """Returns an operand; a literal key becomes a constant: JAX allows no literal keys."""
+        """Returns an operand; a key becomes a constant, because JAX allows no literal keys."""
         if isinstance(atom, Literal) and is_key(_jax.aval(atom)):
             return self._constant(_jax.aval(atom), atom.val)
         return atom
@@ -330,5 +330,5 @@ class _Line:
 
 
 def _literal(value: Any, aval: Any) -> Any:
-    """Returns a constant as JAX's tracing writes it: a scalar as a NumPy scalar of its type."""
+    """Returns a constant in the form that JAX's tracing uses: a scalar as a NumPy scalar."""
     return value if aval.shape or is_key(aval) else np.asarray(value, aval.dtype)[()]

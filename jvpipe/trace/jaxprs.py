@@ -1,4 +1,4 @@
-"""Functions that run, prune and silence jaxprs, and that list variables of their equations.
+"""Functions that run and prune jaxprs, remove debug calls, and list variables of equations.
 
 A jaxpr is in static single assignment form: each variable is defined once, before it is read. So a
 pass forward meets every value before its readers. A pass backward, such as `prune`'s, meets all
@@ -23,11 +23,11 @@ def run_jaxpr(
     env: dict[Var, Any],
     apply: Callable[[JaxprEqn, list[Any]], list[Any]] = _jax.bind,
 ) -> None:
-    """Runs equations in order; reads from and writes to `env`.
+    """Runs equations in order; reads operands from `env`, and writes results to it.
 
     Args:
-        eqns: the equations, in order, so that each reads values that have been computed.
-        env: the values of variables; results are added.
+        eqns: the equations, each after the equations that make its operands.
+        env: the values of variables.
         apply: runs an equation on values.
     """
     for eqn in eqns:
@@ -57,7 +57,7 @@ def evaluate_jaxpr(
 
 
 def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
-    """Returns the shape and type of a value, which JAX traces with in place of an array."""
+    """Returns the shape and type of a value, with which JAX can trace in place of an array."""
     aval = _jax.aval(atom)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
@@ -83,9 +83,9 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 
 def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
-    """Returns the equations that some results depend on, and those with effects, in their order."""
-    # A value is live before an equation that is kept and reads it. An equation without effects is
-    # kept if one of its results is live.
+    """Returns the equations that `results` depend on, and those with effects, in their order."""
+    # A value is live if an equation that is kept reads it. An equation without effects is kept if
+    # one of its results is live.
     live: set[Var] = set(variables(results))
     kept = []
     for eqn in reversed(eqns):
@@ -96,11 +96,11 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
 
 
 def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
-    """Returns a jaxpr that yields other values of a jaxpr, without the equations they do not need.
+    """Returns a jaxpr with other results, pruned to the equations that these need.
 
     Args:
         closed: the jaxpr.
-        results: the values to yield: variables of the jaxpr, or literals.
+        results: the new results: variables of the jaxpr, or literals.
     """
     jaxpr = closed.jaxpr
     narrowed = jaxpr.replace(eqns=prune(jaxpr.eqns, results), outvars=list(results))
@@ -112,7 +112,7 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
     Args:
         closed: any jaxpr.
-        heard: the calls that are left out, as `debug_calls` returns them; None: all.
+        heard: the calls to remove, as `debug_calls` returns them; None for all.
 
     >>> import jax
     >>> def loud(x):
@@ -133,7 +133,7 @@ def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
 
 
 def _call_key(eqn: JaxprEqn) -> Hashable:
-    """Returns the key of a call: the ids of its parameters, which JAX reuses in another trace."""
+    """Returns the key of a call: the ids of its parameters, which are the same in another trace."""
     identities = ((name, id(value)) for name, value in eqn.params.items())
     return tuple(sorted(identities))
 
@@ -149,7 +149,7 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
             return ClosedJaxpr(_without(value.jaxpr, calls), value.consts)
         if isinstance(value, Jaxpr):
             return _without(value, calls)
-        if type(value) in (tuple, list):  # a subclass may take other arguments, and holds no jaxprs
+        if type(value) in (tuple, list):  # not a subclass, whose constructor may be different
             return type(value)(map(quiet, value))
         return value
 
@@ -183,7 +183,7 @@ def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def renamed(eqns: Iterable[JaxprEqn], names: Mapping[Var, Atom]) -> list[JaxprEqn]:
-    """Returns the equations with the atoms of `names` in place of its variables."""
+    """Returns the equations with each variable in `names` replaced by its atom."""
 
     def new(atom: Atom) -> Any:
         return names.get(atom, atom) if isinstance(atom, Var) else atom

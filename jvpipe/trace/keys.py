@@ -1,10 +1,10 @@
 """Random keys as data, so that layers that differ only in their key can share one program.
 
-A model derives a key for each layer from the key that it is given: `fold_in(key, 7)` or
-`split(key, 12)[7]`. A literal 7 would make each layer a program of its own, so the number becomes
-an input that the layer reads. This takes two steps. While a loss is flattened, `index_key` rewrites
-the slice `keys[7]` as a dynamic slice, which takes 7 as an operand. Then `lift_key_constants` makes
-a variable of that operand.
+A model derives the key of each layer from its own key: `fold_in(key, 7)` or `split(key, 12)[7]`.
+With the literal 7, each layer would need a separate program, so the number becomes an input that
+the layer reads. This takes two steps. While a loss is flattened, `index_key` rewrites the slice
+`keys[7]` as a dynamic slice, which takes 7 as an operand. Then `lift_key_constants` replaces that
+operand by a variable.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def dtype_of(name: str) -> Any:
 
 
 def implementation_of(dtype: Any) -> str:
-    """Returns the implementation that a type of typed keys has, as `jax.random.key` names it."""
+    """Returns JAX's name for the implementation of a type of typed keys, such as "rbg"."""
     return _key_types()[dtype]
 
 
@@ -56,7 +56,7 @@ def derives_key(eqn: JaxprEqn) -> bool:
 
 
 def holds_keys(atom: _jax.Atom) -> bool:
-    """Tells whether a value is an array of more than `_FEW` keys: typed, or raw words."""
+    """Tells whether a value is an array of more than `_FEW` keys, typed or raw."""
     aval = _jax.aval(atom)
     # A raw key is a row of 2 or 4 words.
     is_matrix = aval.dtype == np.uint32 and aval.ndim > 1
@@ -73,7 +73,7 @@ def picks_key(eqn: JaxprEqn) -> bool:
 
 
 def index_key(eqn: JaxprEqn, keys: Any) -> Any:
-    """Computes `keys[i]`, which `eqn` computes, by a slice whose index is an operand."""
+    """Computes the result `keys[i]` of `eqn` by a slice whose index is an operand."""
     return take(keys, eqn.params["start_indices"], _jax.aval(eqn.outvars[0]).shape)
 
 
@@ -94,15 +94,15 @@ def take(
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """Makes variables of the integers that keys are derived with.
+    """Replaces the literal integers in derivations of keys by variables.
 
     Returns:
-        The equations; and the new variables, each with the integer that it stands for.
+        The equations; and the new variables, each with the value of its integer.
     """
     lifted: dict[Var, Any] = {}
 
     # The integer is the second operand of `fold_in(key, i)`, and also of `dynamic_slice(keys, i)`,
-    # which `index_key` has made of `keys[i]` before.
+    # by which `index_key` has replaced `keys[i]`.
     def lift(eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
         if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):

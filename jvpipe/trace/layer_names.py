@@ -16,11 +16,11 @@ def layer_names(
     runs: Sequence[Sequence[JaxprEqn]],
     paths: Sequence[str],
 ) -> list[str]:
-    """Names layers by the common module of the parameters that no earlier layer reads.
+    """Names each layer by the common module of the parameters that no earlier layer reads.
 
-    If a layer has no such parameters, all parameters that it reads are used. Without a common
-    module, the name is the common scope of the layer's heavy equations, else the module of its
-    first parameter, else its number.
+    If a layer has no such parameters, all parameters that it reads are used. If there is no common
+    module, the layer is named by the common scope of its heavy equations, else by the module of its
+    first parameter, else by its number.
 
     Args:
         bodies: the layers.
@@ -47,7 +47,7 @@ def _module(path: str) -> str:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """Returns the deepest path that all paths lie under."""
+    """Returns the longest common parent of some paths; empty if there is none."""
     steps = zip(*(path.split("/") for path in paths), strict=False)
     shared = takewhile(lambda step: len(set(step)) == 1, steps)
     return "/".join(step[0] for step in shared)

@@ -3,13 +3,13 @@
 The two halves must give results that are bitwise identical to those of the whole layer. So a
 layer may be cut only at some places:
 
-- Right before a product, with at least one product on either side. There XLA writes the
-  values that cross the cut to memory in any case. In the forward these values are operands
-  of a product; in the backward, their cotangents are results of products. So the cut need
-  not change what XLA computes, and two programs can give the same results as one.
-  `jvpipe.programs.bit_equality` tests whether they do.
-- Not between two readers of a parameter. Each half would make a gradient of the parameter,
-  and adding the two gradients could round differently from the whole layer.
+- The place must be right before a product, but not before the layer's first product. XLA writes the
+  values that cross such a cut to memory in any case: in the forward they are operands of a product,
+  and in the backward their cotangents are results of products. So the cut need not change what XLA
+  computes, and two programs can give the same results as one. `jvpipe.programs.bit_equality` tests
+  whether they do.
+- The place must not be between two readers of a parameter. Each half would make a gradient of the
+  parameter, and adding the two gradients could round differently from the whole layer.
 
 The choice depends only on the layer itself. So layers that are alike are cut alike, and no other
 layer changes.
@@ -34,7 +34,7 @@ Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 
 
 def layer_signature(body: Body) -> Hashable:
-    """Returns a value that two layers share if they compute the same function and gradients."""
+    """Returns a value that is equal for layers that compute the same function and gradients."""
     return body.structure, body.differentiable, body.active, body.returned, body.received
 
 
@@ -43,9 +43,9 @@ def split_points(
     layer: int,
     seconds: Seconds,
 ) -> list[int]:
-    """Returns the points at which a layer can be cut in two, the most even halves first.
+    """Returns the places at which a layer can be cut in two, the most even halves first.
 
-    A point is given as the number of equations between the point and the layer's end.
+    Each place is given as the number of equations between it and the layer's end.
 
     Args:
         traced: the model.
@@ -78,7 +78,7 @@ class CutPlace:
 
     Attributes:
         before_end: how many equations lie between the place and the layer's end.
-        share: the fraction of the layer's seconds that is spent before the place.
+        share: the fraction of the layer's seconds that the equations before the place take.
         sent_bytes: the bytes that the first half makes and the second half reads.
     """
 
@@ -92,13 +92,13 @@ def places_inside(
     layers: Iterable[int],
     seconds: Seconds,
 ) -> dict[int, list[CutPlace]]:
-    """Returns for each of some layers the places at which it can be cut, in order.
+    """Returns the places at which layers can be cut, in order, by the layers' numbers.
 
     Args:
         traced: the model.
-        layers: the numbers of these layers.
+        layers: the numbers of the layers.
         seconds: returns how long each equation of a layer takes. It is called once for all layers
-            that are alike.
+            with the same `layer_signature`.
     """
     sorted_eqns = Sorted.of(traced.loss)
     bounds = _bounds(traced, sorted_eqns)
@@ -126,7 +126,7 @@ def _places(
 
     Args:
         run: the main equations of the layer.
-        behind: for each value of floating equations, the parameters that it is made of.
+        behind: for each result of a floating equation, the parameters that it is made of.
         eqns_s: the seconds of all equations of the layer; the main equations come last.
     """
     total_s = sum(eqns_s)
@@ -164,7 +164,7 @@ def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
 
 
 def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
-    """Returns the same model with layers cut at places; a layer may have several places.
+    """Returns the same model with some layers cut, each at one or several places.
 
     Args:
         traced: the model.
@@ -177,7 +177,7 @@ def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
 
 
 def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
-    """Returns a model with layers cut in two as a plan says.
+    """Returns a model with layers cut where a plan says.
 
     Args:
         traced: the model, whose layers are not split yet.
@@ -195,9 +195,9 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
     wrong = [p for p in splits if p not in inside or p in traced.cuts or p in twice]
     if wrong:
         raise ValueError(
-            f"the plan splits layers before equations {wrong}, where this model has no inside of "
-            f"a layer (it has {end} equations): the plan was made for another model. Let the "
-            "planner make one, by stages=N"
+            f"the plan splits layers before equations {wrong}, which are not inside layers of "
+            f"this model (it has {end} equations): the plan was made for another model. Let the "
+            "planner make a new plan, with stages=N"
         )
     return build_graph(traced.loss, traced.cuts, splits)
 

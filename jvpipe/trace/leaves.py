@@ -1,4 +1,4 @@
-"""The leaves of a user's pytrees: their names in messages, their shapes and types on a device."""
+"""The leaves of a user's pytrees: names for messages, and shapes and types on a device."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ _CURES: dict[Role, str] = {
     "eqx.partition(model, eqx.is_array)` and `eqx.combine(params, static)` do for a module",
     "batch leaf": "keep it out of the batch and let the loss capture it",
     "leaf of the model state": "keep it out of the model state and let the loss capture it",
-    "leaf of the optimizer's state": "give the tree of pipe.optimizer_state, changed",
-    "leaf of aux": "return arrays and numbers alone",
+    "leaf of the optimizer's state": "give a changed copy of the tree of pipe.optimizer_state",
+    "leaf of aux": "return only arrays and numbers",
 }
 
 
@@ -63,7 +63,7 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
         if isinstance(leaf, _jax.Tracer):
             raise ValueError(
                 f"{named_leaves(path, role)} is being traced: use jvpipe outside of jax.jit and "
-                "its like"
+                "other transformations"
             )
         aval = _type_of(path, leaf, role)
         return jax.ShapeDtypeStruct(
@@ -100,7 +100,7 @@ def is_initializer(params: Any) -> bool:
     if not takes_key or isinstance(params, type):
         raise ValueError(
             f"parameters are {brief(params)}: give arrays, or a function key -> params that makes "
-            "them"
+            "arrays"
         )
     return True
 
@@ -127,7 +127,7 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
         raise ValueError(f"{named_leaves(path, role)} {_complaint(leaf, role)}") from error
     except OverflowError as error:
         raise ValueError(
-            f"{named_leaves(path, role)} is the number {brief(leaf)}, which no device holds"
+            f"{named_leaves(path, role)} is the number {brief(leaf)}, which no device can hold"
         ) from error
 
 
@@ -147,4 +147,4 @@ def _complaint(leaf: Any, role: Role) -> str:
             f"is of type {kind} {leaf.dtype}, which no device has: give an np.ndarray of plain "
             "numbers"
         )
-    return f"is of type {kind}, no array: {_CURES[role]}"
+    return f"is of type {kind}, which is not an array: {_CURES[role]}"

@@ -1,13 +1,14 @@
-"""How the results of loops and branches lie over the examples.
+"""Finds how the results of loops and branches depend on the examples (`Lies`).
 
-A loop's body is followed until the carry lies in the same way before and after an iteration:
+A loop's body is followed again and again, until an iteration no longer changes how the carry
+depends on the examples:
 
     carry    [zero, key]    before the loop: both values depend on no example
-             [sum, key]     after one iteration: its body adds a sum over examples to the zero
-             [sum, key]     after another iteration: the carry lies as before, so this is the answer
+             [sum, key]     after one iteration: the body adds a sum over examples to the zero
+             [sum, key]     after another iteration: no change, so this is the answer
 
-Every slice must run the same iterations and the same branches. So the values that decide them must
-not depend on any example.
+Every slice must run the same iterations and the same branches. So the values that decide about
+iterations and branches must not depend on any example.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,13 +33,13 @@ class Walk(Protocol):
         small: Jaxpr,
         ins: Iterable[Lies],
     ) -> list[Lies]:
-        """Returns how the results of a body lie.
+        """Returns how the results of a body depend on the examples.
 
         Args:
             eqn: the loop that has the body.
             body: the body.
             small: the same body in the other trace.
-            ins: how the inputs of the body lie.
+            ins: how the inputs of the body depend on the examples.
         """
         ...
 
@@ -48,9 +49,10 @@ class Walk(Protocol):
 
 
 Loop = Callable[[Walk, JaxprEqn, JaxprEqn, Sequence[Lies]], list[Lies]]
-"""A function that returns how the results of a loop lie.
+"""A function that returns how the results of a loop depend on the examples.
 
-Its arguments are the walk, the loop, the same loop in the other trace, and how the operands lie.
+Its arguments are the walk, the loop, the same loop in the trace at another size, and how the
+operands depend on the examples.
 """
 
 
@@ -65,7 +67,7 @@ def _scan(
     consts, carry, xs = _jax.scan_operands(eqn, ins)
     if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
         raise walk.refused(eqn, "goes through the examples one after another")
-    # The scan goes over axis 0: an iteration reads xs without that axis, and ys get it back.
+    # The scan goes over axis 0: an iteration reads xs without this axis, and ys have it again.
     xs = [_moved(x, -1) for x in xs]
     body = _jax.inner_jaxprs(eqn)[0]
     fewer = _jax.inner_jaxprs(small)[0]
@@ -79,11 +81,11 @@ def _scan(
 
 
 def _moved(lies: Lies, by: int) -> Lies:
-    """Returns how a value lies once its axes are renumbered.
+    """Returns how a value depends on the examples after its axes are renumbered.
 
     Args:
-        lies: how it lies before.
-        by: what is added to the number of each axis.
+        lies: how it depends on the examples before.
+        by: the number that is added to the index of each axis.
     """
     return replace(lies, axis=lies.axis + by) if lies.over is Over.ALONG else lies
 
@@ -132,7 +134,7 @@ def _cond(
 
 
 LOOPS: Mapping[str, Loop] = {"scan": _scan, "while": _while, "cond": _cond}
-"""For each primitive that is a loop or has branches, how its results lie."""
+"""The function for each primitive that is a loop or has branches."""
 
 
 def _check_same_for_all(walk: Walk, eqn: JaxprEqn, decision: Lies) -> None:
@@ -146,7 +148,7 @@ def _settled(
     carry: Sequence[Lies],
     step: Callable[[list[Lies]], list[Lies]],
 ) -> tuple[list[Lies], list[Lies]]:
-    """Returns how a loop's carry lies once this no longer changes, and how the last results lie.
+    """Returns the `Lies` of a loop's carry once they no longer change, and those of the results.
 
     The search ends because joining undoes nothing: roots are only added, and a value that has
     become mixed stays mixed.
@@ -154,8 +156,8 @@ def _settled(
     Args:
         walk: the walk around the loop.
         eqn: the loop.
-        carry: how the initial values of the carry lie.
-        step: follows one iteration.
+        carry: how the initial values of the carry depend on the examples.
+        step: follows one iteration, from the `Lies` of the carry to those of the results.
     """
     now = list(carry)
     while True:
@@ -173,20 +175,20 @@ def _joined(
     a: Lies,
     b: Lies,
 ) -> Lies:
-    """Joins how two results lie: those of two iterations, or of two branches.
+    """Joins the `Lies` of the same result in two iterations, or in two branches.
 
     Args:
         walk: the walk around the loop.
         eqn: the loop, or the equation with branches.
-        a: how the first of the two lies.
-        b: how the second lies.
+        a: how the result of the first iteration or branch depends on the examples.
+        b: how the result of the second depends on the examples.
     """
-    # A loop often begins with zeros, which fit however the other value lies: they are an empty
-    # sum, or a zero for each example.
+    # A loop often begins with zeros, which fit any other value: they are an empty sum, or a zero
+    # for each example.
     if a.is_zero or b.is_zero:
         return a if b.is_zero else b
     if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
-        raise walk.refused(eqn, "keeps examples apart in one branch or iteration, not in all")
+        raise walk.refused(eqn, "keeps examples apart in some branches or iterations only")
     same = (a.over, a.power, a.excess) == (b.over, b.power, b.excess)
     if not same and a.over is Over.ALONG:
         raise walk.refused(eqn, "uses the number of examples in the values of single examples")

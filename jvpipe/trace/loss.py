@@ -38,20 +38,20 @@ class LossJaxpr:
 
     Attributes:
         eqns: the equations, in order.
-        inputs: the input variables, each with its name.
-        outputs: the results, each with its name.
+        inputs: the input variables, each with its `Ref`.
+        outputs: the results, each with its `Ref`.
         names: for each kind of value, the paths of its leaves.
         constants: the arrays that the loss captured.
         weighted: whether the loss returns a total and a weight.
         aux_tree: the tree of aux, in which a `Weighted` is a leaf.
         aux_weighted: marks the leaves of aux that are `Weighted`.
-        seed_words: the length of the seed vector (`KeyKind.seed`); 0 if the loss reads none.
+        seed_words: the length of the seed vector (`KeyKind.seed`); 0 if the loss has no seed.
         of_size: traces the same loss on another number of examples.
         sharding: how parameters are cut over the devices of a place; None if a place is one device.
         specs: for each parameter, along which axes of a place its dimensions are cut.
         aux_chosen: for each leaf of aux, the reduction that the user chose, if any.
         state_chosen: for each leaf of the model state, the reduction that the user chose, if any.
-        frozen: the numbers of the parameters that have no update and whose gradient is not used.
+        frozen: the numbers of the parameters that have no updates and need no gradients.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -84,7 +84,7 @@ class LossJaxpr:
 
     @property
     def jaxpr(self) -> Jaxpr:
-        """The whole loss, to be read or compared."""
+        """The whole loss as a jaxpr, to print or to compare."""
         results = [atom for atom, _ in self.outputs]
         return Jaxpr((), list(self.inputs), results, list(self.eqns))
 
@@ -104,7 +104,7 @@ def trace_loss(
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
-        params: arrays or `ShapeDtypeStruct`; every leaf that is not frozen is of an inexact type.
+        params: arrays or `ShapeDtypeStruct`.
         batch: arrays or `ShapeDtypeStruct` of one micro-batch.
         rng: a PRNG key, typed or raw, or None.
         state: the model state; used only with `has_state`.
@@ -168,8 +168,8 @@ def _labeled(
         seed: the shape of the seed; None if the loss has none.
         reductions: the user's choice of how leaves of aux and of the model state are reduced.
     """
-    # A number that a key is derived with, such as a layer's index, becomes an input. As a literal
-    # it would make each layer a program of its own.
+    # A number that a key is derived with, such as a layer's index, becomes an input. With a
+    # literal, each layer would need a separate program.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     # The inputs are the leaves in the order of `names`, then the seed, if there is one, then the
@@ -209,14 +209,14 @@ def _leaf_paths(tree: Tree) -> tuple[str, ...]:
 
 
 def _leaves_of_aux(aux: Tree) -> tuple[tuple[str, ...], list[Any]]:
-    """Returns the paths of the leaves of aux, and the values of each: two for a `Weighted`."""
+    """Returns the paths of the leaves of aux, and the values of each leaf: two for a `Weighted`."""
     leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
     paths = path_names([path for path, _ in leaves])
     return paths, [jax.tree.leaves(leaf) for _, leaf in leaves]
 
 
 def _refs(counts: dict[ValueKind, int]) -> list[Ref]:
-    """Returns a name for each value, given the number of values of each kind."""
+    """Returns a `Ref` for each value, given the number of values of each kind."""
     refs = []
     for kind, count in counts.items():
         refs += [Ref(kind, i) for i in range(count)]
@@ -238,7 +238,7 @@ def _is_weighted(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class KeyKind:
-    """The form of a user's key: the shape of its words, and its implementation (None: raw)."""
+    """The form of a user's key: the shape of its words, and its implementation (None if raw)."""
 
     shape: tuple[int, ...]
     impl: str | None
@@ -263,8 +263,8 @@ class KeyKind:
         key = seed[:-2].reshape(self.shape)
         if self.impl is not None:
             key = jax.random.wrap_key_data(key, impl=self.impl)
-        # The key depends on step and micro-batch but not on the stage: however a model is cut into
-        # stages, it draws the same numbers.
+        # The key depends on step and micro-batch, but not on the stage. So a model draws the same
+        # numbers, however it is cut into stages.
         of_step = jax.random.fold_in(key, seed[-2])
         return jax.random.fold_in(of_step, seed[-1])
 
@@ -287,7 +287,8 @@ def check_trained(traced: LossJaxpr) -> None:
     """Checks that trained parameters can have gradients, and that the loss depends on one.
 
     Raises:
-        ValueError: a parameter's type has no gradient, or the loss depends only on frozen ones.
+        ValueError: a trained parameter is of a type without gradients, or the loss depends on no
+            trained parameter.
     """
     for v, ref in traced.inputs.items():
         dtype = _jax.aval(v).dtype
@@ -298,9 +299,9 @@ def check_trained(traced: LossJaxpr) -> None:
         frozen = f"name it in frozen=, such as frozen=['{name}']"
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"parameter '{name}' is of type {dtype}, which has no gradient: {frozen}, where "
-                "it is to stay as it is; or keep it in the model state (has_state=True), or "
-                "capture it in the loss"
+                f"parameter '{name}' is of type {dtype}, which has no gradient: {frozen}, to leave "
+                "it unchanged; or keep it in the model state (has_state=True), or capture it in "
+                "the loss"
             )
         raise ValueError(
             f"parameter '{name}' is of type {dtype}, in which gradients cannot be added up: give "
@@ -309,9 +310,9 @@ def check_trained(traced: LossJaxpr) -> None:
     moving = _moving(traced, _trainable(traced, traced.frozen))
     if traced.frozen and traced.outputs[0][0] not in moving:
         raise ValueError(
-            f"the loss depends on none of the parameters that are trained: {len(traced.frozen)} "
-            "are frozen, and there is nothing to train. Leave some of them out of frozen=, or "
-            "let the optimizer update some"
+            f"the loss depends on no trained parameter ({len(traced.frozen)} frozen), so there is "
+            "nothing to train. Leave some parameters out of frozen=, or let the optimizer update "
+            "some"
         )
 
 
@@ -321,21 +322,21 @@ def _check_dependence(traced: LossJaxpr) -> None:
     total, *weight = traced.outputs_of(ValueKind.LOSS)
     if isinstance(total, _jax.Literal) or total not in moving:
         raise ValueError(
-            "the loss depends on no parameter: there is nothing to train, "
-            f"compute it from one of the {len(parameters)} arrays of parameters"
+            "the loss depends on no parameter: there is nothing to train; "
+            f"compute the loss from at least one of the {len(parameters)} arrays of parameters"
         )
     if not moving.isdisjoint(jaxprs.variables(weight)):
         raise ValueError(
             "the weight of jvpipe.Weighted depends on parameters: count items of the batch, or "
-            "put it through jax.lax.stop_gradient"
+            "apply jax.lax.stop_gradient to the weight"
         )
 
 
 def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
     """Returns the variables that a gradient flows through.
 
-    Such a variable is of inexact type, is made from a parameter, and the loss is made from
-    it. A parameter that is trained counts even if the loss does not read it.
+    Such a variable is of inexact type and depends on a parameter, and the loss depends on it. A
+    trained parameter counts even if the loss does not read it.
 
     Args:
         traced: the loss.

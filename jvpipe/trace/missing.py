@@ -9,11 +9,11 @@ Tree = Any
 
 
 class _MissingError(KeyError):
-    """A parameter that a loss reads is missing; the loss may handle this like any missing key."""
+    """A parameter that a loss reads is missing; the loss may catch this like any KeyError."""
 
 
 class _Watched(dict[Any, Any]):
-    """A dict of the parameters' tree that raises an error with the path of a missing key."""
+    """A dict in the tree of parameters that raises an error with the path of a missing key."""
 
     path: tuple[Any, ...] = ()
 
@@ -22,7 +22,9 @@ class _Watched(dict[Any, Any]):
 
 
 def missing_parameter(loss_fn: Callable[..., Any], params: Tree, *rest: Any) -> str | None:
-    """Returns the path of the first parameter that a loss does not find; None if it is unknown.
+    """Returns the path of the first parameter that a loss does not find; None if it finds all.
+
+    The result is also None if the loss raises any other error.
 
     Args:
         loss_fn: the loss.

@@ -1,4 +1,4 @@
-"""Traces a user's loss, takes stacked layers apart, and cuts the model for planning and running."""
+"""Traces a user's loss, splits stacked parameters into slices, and cuts the loss into layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -59,8 +59,8 @@ def trace_model(
         micro_batch: a tree of arrays or shapes.
         rng: a key, or None.
         model_state: the model state; used only with `has_state`.
-        present: the layers that the loss has at the shapes of another batch; the loss is
-            cut into the same layers. None to choose the cuts from scratch.
+        present: the layers of the loss at the shapes of another batch, to cut the loss into the
+            same layers; None to choose the cuts from scratch.
         stacks: the parameters to split into slices, one per layer; None to split each parameter
             that is read only by scans over layers.
         has_aux: whether the loss returns aux besides its value.
@@ -168,7 +168,7 @@ def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:
         return (spec,)
     if spec and spec[0] is not None:
         raise ValueError(
-            f"sharding {words(spec)} cuts parameter '{path}' along its first dimension, which a "
-            "scan over layers takes apart: begin with None"
+            f"sharding {words(spec)} cuts parameter '{path}' along its first dimension, which "
+            "counts the layers of a scan: begin with None"
         )
     return (spec[1:],) * length

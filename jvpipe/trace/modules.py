@@ -1,4 +1,4 @@
-"""Finds parameters that must not be trained, such as keys and statistics of a whole Flax module."""
+"""Finds leaves among the parameters that must not be trained, such as keys of a Flax module."""
 
 import logging
 import sys
@@ -16,13 +16,13 @@ _log = logging.getLogger("jvpipe")
 
 
 def check_modules(params: Tree) -> None:
-    """Checks that no parameter is a statistic, a key or a cache, because updates would spoil it.
+    """Checks that no parameter is a statistic, a key or a cache of an NNX module.
 
     Raises:
-        ValueError: a parameter is one of these; the message says how to take its module apart.
+        ValueError: a parameter is one of these; the message says how to split the module.
     """
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:  # flax.nnx was never imported, so no parameter is one of its modules
+    if nnx is None:  # flax.nnx was never imported, so no parameter belongs to an NNX module
         return
     kinds = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
 
@@ -33,14 +33,14 @@ def check_modules(params: Tree) -> None:
         if isinstance(node, kinds):
             raise ValueError(
                 f"parameter '{path_name(path)}' is an nnx.{type(node).__name__}, which has no "
-                "gradient: jvpipe.nnx.loss(model_fn, loss_fn) takes a module apart, as "
+                "gradient: use jvpipe.nnx.loss(model_fn, loss_fn), which splits the module as "
                 "`nnx.split(model, nnx.Param, ...)` does, and keeps its batch statistics as "
                 "model state (has_state=True)"
             )
 
 
 def warn_of_statistics(trained: Sequence[str]) -> None:
-    """Warns if running statistics are trained, as happens if a user gives all Linen variables.
+    """Warns if running statistics are trained, because a user gave all variables of a Linen model.
 
     Args:
         trained: the paths of the parameters that the optimizer trains.
@@ -49,7 +49,7 @@ def warn_of_statistics(trained: Sequence[str]) -> None:
     if named:
         _log.warning(
             "parameter '%s' and %d others are running statistics of batch norm, and the optimizer "
-            "trains them: give variables['params'] alone, and carry variables['batch_stats'] as "
+            "trains them: give only variables['params'], and pass variables['batch_stats'] as "
             "model state (has_state=True); or freeze them, frozen=['batch_stats/*']",
             named[0],
             len(named) - 1,

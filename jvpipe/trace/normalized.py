@@ -2,13 +2,13 @@
 
     m = mean(x)           a statistic of several examples
     c = x - m             m is open in c: c depends on m and is not yet scaled
-    v = mean(c**2)        a statistic of c; m is open in v, too; sqrt(v) and rsqrt(v) are scales
-    c * rsqrt(v + e)      m is closed: the scale was made of all statistics that were open
+    v = mean(c**2)        a statistic of c, in which m is open, too; sqrt(v) and rsqrt(v) are scales
+    c * rsqrt(v + e)      m is closed: the scale was made of m, the only open statistic
 
 On a slice of the examples, a batch norm is still a batch norm, so a replica may normalize its own
 examples. A loss that only centers, or that uses the statistic in any other way, would be another
-loss on slices. So a value in which a statistic is open may only go through linear functions, sums,
-products and squares, and the statistic must be closed before the loss.
+function on slices. So only linear functions, sums, products and squares may read a value in which
+a statistic is open, and the statistic must be closed before the loss.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -27,7 +27,7 @@ _SHAPING = frozenset(
     sharding_constraint slice squeeze stop_gradient transpose
     """.split()  # noqa: SIM905 - read as a table
 )
-"""Primitives that are linear in each operand: an open statistic stays open in their result."""
+"""Primitives that are linear in each operand. An open statistic stays open in their results."""
 _SUMS = ("add", "sub", "add_any")
 _PRODUCTS = ("mul", "div")
 _ROOTS = ("sqrt", "rsqrt")
@@ -36,7 +36,7 @@ _ROOTS = ("sqrt", "rsqrt")
 def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
     """Maps each result to the result of the first equation that computes the same value.
 
-    For example, a mean that `jnp.var` computes again is mapped to the mean before it.
+    For example, if `jnp.var` computes a mean again, its result is mapped to the first mean.
 
     Args:
         eqns: the equations, in their order.
@@ -58,15 +58,16 @@ def normalized(
     ins: Sequence[Lies],
     out: Lies,
 ) -> Lies | None:
-    """Returns how a result lies over the examples, with its open statistics and `is_scale`.
+    """Adds `open` and `is_scale`, which describe batch norms, to the `Lies` of a result.
 
     Args:
         eqn: an equation that is neither a loop nor a call.
-        ins: how its operands lie.
-        out: how its result lies, without regard to batch norms.
+        ins: how its operands depend on the examples.
+        out: how its result depends on the examples, without `open` and `is_scale`.
 
     Returns:
-        None if no batch norm makes such a result.
+        The `Lies` of the result; None if the equation reads an open statistic in a way that is not
+        part of a batch norm.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -79,10 +80,10 @@ def normalized(
             open=opened,
             is_scale=bool(scales) or is_root,
         )
-    # A statistic that an equation combines with single examples is open from here on.
+    # If an equation combines a statistic with single examples, the statistic is open in its result.
     entering = [x for x in moving if x.reduced and not x.is_scale]
     opened |= roots_of(entering)
-    if scales and len(scales) == len(moving):  # a scale that is repeated for each example
+    if scales and len(scales) == len(moving):  # the result is a scale, repeated for each example
         roots = roots_of(scales)
         return replace(out, open=opened, is_scale=True, roots=roots)
     # A product with a scale closes the statistics that the scale was made of.
@@ -93,7 +94,7 @@ def normalized(
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether an equation is linear or a square: open values may go only through these."""
+    """Tells whether an equation is linear or a square, and so may read open values."""
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True
@@ -102,6 +103,6 @@ def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
     if name == "div":  # linear in the dividend alone
         return ins[1].over is Over.NONE
     operands = zip(eqn.invars, ins, strict=True)
-    # If one operand depends on examples, a product is linear; if both are one value, a square.
+    # A product is linear if one operand depends on examples, and a square if both are one value.
     moving = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
     return name == "mul" and len(moving) == 1

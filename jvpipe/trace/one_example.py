@@ -1,15 +1,15 @@
-"""The loss on one example, with the same equations that it has on a whole micro-batch.
+"""The loss on one example, with the same equations as on a whole micro-batch.
 
-JAX traces some functions differently if an axis has size one, because such an axis may be broadcast
-(`jnp.take_along_axis`). So the equations of the micro-batch are kept. Their sizes on one example
-are extrapolated from the sizes on the micro-batch and on a batch twice as large:
+JAX traces some functions, such as `jnp.take_along_axis`, differently if an axis has size one,
+because such an axis may be broadcast. So the equations of the micro-batch are kept, and their sizes
+on one example are extrapolated from the sizes on the micro-batch and on a batch twice as large:
 
     on 4 examples                    on 8 examples                    on one example
     reshape[new_sizes=(4, 16, 1)]    reshape[new_sizes=(8, 16, 1)]    reshape[new_sizes=(1, 16, 1)]
     div x 64.0                       div x 128.0                      div x 16.0
 
-A derivative rule is a function, whose equations cannot be changed. So rules are taken from a trace
-on one example.
+The equations of a derivative rule cannot be changed, because the rule is a function. So rules are
+taken from a trace on one example.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,9 +44,9 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     double = _of_size(whole, 2 * examples)
     single = _of_size(whole, 1)
     if double is None:
-        raise UnlikeError("it does not take twice as many")
+        raise UnlikeError("it does not take twice as many examples")
     if comparable(whole.constants) != comparable(double.constants):
-        raise UnlikeError("it closes over arrays that are others")
+        raise UnlikeError("it closes over other arrays")
     smaller = _Smaller(examples, _rules(single.eqns if single else ()))
     inputs = smaller.variables(whole.inputs, double.inputs)
     eqns = smaller.equations(whole.eqns, double.eqns)
@@ -72,7 +72,7 @@ def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
 
 
 def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields the equations with derivative rules, even from loops, but not those inside a rule."""
+    """Yields the equations with derivative rules, also those in loops, but not those in a rule."""
     for eqn in eqns:
         if eqn.primitive.name in RULES:
             yield eqn
@@ -83,10 +83,12 @@ def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 @dataclass
 class _Smaller:
-    """Makes equations on one example from those on several and on twice as many examples.
+    """Makes equations on one example from those on `examples` and on twice as many examples.
+
+    In its methods, `whole` is on `examples` examples, and `double` on twice as many.
 
     Args:
-        examples: how many examples "several" is.
+        examples: the number of examples of the micro-batch.
         rules: the equations with derivative rules on one example, in their order.
     """
 
@@ -134,11 +136,11 @@ class _Smaller:
         return whole.replace(invars=ins, outvars=outs, params=params)
 
     def _value(self, whole: Any, double: Any) -> Any:
-        """Returns an equation's parameter on one example: only bodies and sizes change."""
+        """Returns an equation's parameter on one example; only bodies and sizes change."""
         match whole, double:
             case ClosedJaxpr(), ClosedJaxpr():
                 if comparable(whole.consts) != comparable(double.consts):
-                    raise UnlikeError("a loop closes over arrays that are others")
+                    raise UnlikeError("a loop closes over other arrays")
                 return ClosedJaxpr(self._value(whole.jaxpr, double.jaxpr), whole.consts)
             case Jaxpr(), Jaxpr():
                 constvars = self.variables(whole.constvars, double.constvars)
@@ -152,11 +154,11 @@ class _Smaller:
                     outvars=outs,
                 )
             case int(), int() if whole != double:
-                # A size is a + b n for n examples: on 2 n examples it is larger by b n, on one
-                # example it is smaller by b (n - 1).
+                # A size is a + b n for n examples. On 2 n examples it is larger by b n, and on
+                # one example it is smaller by b (n - 1).
                 less, rest = divmod((double - whole) * (self.examples - 1), self.examples)
                 if rest:
-                    raise UnlikeError("a size does not go with the number of examples")
+                    raise UnlikeError("a size is not linear in the number of examples")
                 return whole - less
             case (tuple(), tuple()) | (list(), list()) if type(whole) in (tuple, list):
                 if len(whole) != len(double):
@@ -168,20 +170,20 @@ class _Smaller:
                 return whole
 
     def _literal(self, whole: Literal, double: Literal) -> Any:
-        """Returns a literal on one example, from those on several and on twice as many."""
+        """Returns the value of a literal on one example."""
         a = np.asarray(whole.val)
         b = np.asarray(double.val)
-        # An integer may be a size, such as 3 + 2 n, which `_value` extrapolates. A real
-        # number that is not constant must have the factor n or 1/n, which the ratio of the
-        # two numbers shows.
+        # An integer may be a size, such as 3 + 2 n, which `_value` extrapolates. If a real number
+        # differs, it must have the factor n or 1/n, and so be twice or half as large on 2 n
+        # examples.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):
             return a.dtype.type(self._value(int(a), int(b)))
         power = factor_power(b, a, 2.0)
         if power is None:
-            raise UnlikeError("a number does not go with the number of examples")
-        # On one example both n and 1/n are 1, so the factor is taken out.
+            raise UnlikeError("a number has neither the factor n nor 1/n for n examples")
+        # On one example, both n and 1/n are 1, so the factor is removed.
         on_one = float(a) / float(self.examples) ** power
         return a.dtype.type(on_one)
 

@@ -1,7 +1,7 @@
-"""Classes of JAX's primitives: cheap ones, moves, ones that draw random bits, and heavy ones.
+"""Sorts JAX's primitives into cheap ones, moves, ones that draw random bits, and heavy ones.
 
-A primitive in none of the lists below counts as heavy: layers may be cut around it, and its results
-are recomputed only if a plan says so. A new cheap primitive of JAX therefore has to be added here.
+A primitive in none of the lists below counts as heavy: it is computed by one layer only, and its
+results are recomputed only if a plan says so. A new cheap primitive of JAX must be added here.
 """
 
 import math
@@ -10,8 +10,8 @@ from itertools import chain
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
-# Cheap operations are recomputed rather than kept or sent. `_CHEAP` has the elementwise ones,
-# changes of shape, reductions, and the derivation of keys.
+# The results of cheap operations are recomputed rather than kept or sent. `_CHEAP` has elementwise
+# operations, changes of shape, reductions, and the derivation of keys.
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
@@ -41,15 +41,14 @@ _RANDOM = frozenset({"random_bits", "rng_bit_generator", "rng_uniform", "random_
 
 
 def is_random(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation draws an array of random bits; a single number counts as cheap."""
+    """Tells whether an equation draws an array of random bits or numbers, and not just a scalar."""
     return eqn.primitive.name in _RANDOM and _jax.aval(eqn.outvars[0]).shape != ()
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Tells whether each element of a result is made of the operands' elements at its position.
 
-    An operand may be a scalar, or have size one along an axis: one element serves all
-    positions.
+    An operand may also be a scalar, or have size one along an axis. It is then broadcast.
     """
     if eqn.primitive.name not in _ELEMENTWISE:
         return False
@@ -65,7 +64,7 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
 
 
 def calls_host(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation itself runs the user's code on the host, which can raise."""
+    """Tells whether an equation runs the user's code on the host, except in an inner jaxpr."""
     name = eqn.primitive.name
     return "callback" in name or name in ("debug_print", "ffi_call")
 
@@ -83,7 +82,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def is_move(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation only moves or casts values, which XLA merges into its readers."""
+    """Tells whether an equation only moves or casts values; XLA fuses it into its readers."""
     return eqn.primitive.name in _MOVES
 
 

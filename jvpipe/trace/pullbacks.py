@@ -1,4 +1,4 @@
-"""The derivative of one equation that has a rule of its own, as a jaxpr."""
+"""The derivative, as a jaxpr, of an equation with a user's derivative rule."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from jvpipe.trace.flatten import flatten
 
 
 def inexact(values: Sequence[Any]) -> list[int]:
-    """Returns the positions of values of inexact type."""
+    """Returns the positions of the values that are of inexact type."""
     return [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
 
 
@@ -22,17 +22,17 @@ def pullback(
     """Returns the derivative of an equation, and the operands that it is taken with respect to.
 
     The first operands may be arrays that the rule closes over. JAX refuses to differentiate with
-    respect to them and does not say how many there are. So operands are left out from the front
-    until JAX accepts the rest.
+    respect to them and does not say how many there are. So operands are removed from the front of
+    `moving` until JAX accepts the rest.
 
     Args:
-        eqn: an equation with a derivative rule of its own.
-        moving: the positions of the operands that have a derivative; None: all of inexact type, as
-            far as JAX accepts them.
+        eqn: an equation with a derivative rule.
+        moving: the positions of the operands to differentiate with respect to; None for all
+            operands of inexact type.
 
     Returns:
-        A function of the operands and of the cotangents of the inexact results, as a jaxpr; and the
-        positions of the operands whose cotangents it returns.
+        A jaxpr from the operands and the cotangents of the inexact results to the cotangents of
+        operands; and the positions of these operands.
     """
     ins = list(map(_jax.aval, eqn.invars))
     outs = list(map(_jax.aval, eqn.outvars))

@@ -1,4 +1,4 @@
-"""Cuts a loss that is traced at new shapes into the layers that it has at the first shapes."""
+"""Cuts a loss that is traced at new batch shapes into the layers that it has at earlier shapes."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ class OtherLayersError(ValueError):
 def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     """Cuts a loss at new shapes into the layers that it has at the first shapes.
 
-    The loss may have other equations at other shapes: an axis of size one needs fewer, for example.
-    Then the loss is cut from scratch. In either case each layer must read the same parameters as
-    before, so that training can go on from the same state.
+    The loss may have other equations at other shapes, for example fewer for an axis of size one. In
+    that case, the loss is cut from scratch. In either case, each layer must read the same
+    parameters as at the first shapes, so that training can continue from the same state.
 
     Args:
         loss: the loss at the new shapes.
@@ -34,7 +34,8 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
         traced = build_graph(loss, None, _same_products(present.splits, before, after))
     if _readers(traced) != _readers(present):
         raise OtherLayersError(
-            "its layers have other parameters: give batches alike, or each shape its own pipeline"
+            "its layers read other parameters: give batches of equal shapes, or use a pipeline for "
+            "each shape"
         )
     return traced
 
@@ -58,7 +59,8 @@ def _same_products(
     others = [at for at, eqn in enumerate(after) if flops(eqn)]
     if splits and len(products) != len(others):
         raise OtherLayersError(
-            f"it has {len(others)} products, not {len(products)}, and layers are split before some"
+            f"it has {len(others)} products, not {len(products)}, but the plan splits layers at "
+            "products: use a pipeline for each shape"
         )
     return [others[products.index(at)] for at in splits]
 

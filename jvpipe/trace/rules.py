@@ -1,18 +1,19 @@
-"""How cotangents in a user's own derivative rule must lie over the examples.
+"""Finds how cotangents in a user's derivative rule must depend on the examples.
 
-A slice of a micro-batch computes its backward by itself. So how a value lies over the examples
-decides how its cotangent has to lie:
+Each slice of a micro-batch computes its backward independently. So how a value depends on the
+examples (`Lies`) determines how its cotangent must depend on them:
 
     the value                        its cotangent
     has a part for each example      has a part for each example
     depends on no example            is a sum: the cotangents of all slices are added up
     is a sum over examples           depends on no example: it is the same for every slice
     is a mean over n examples        depends on no example, but has the factor n: a slice's mean
-                                     counts by the slice's share, which grows with n
+                                     is multiplied by the slice's share, which is proportional to n
 
-To check a rule, `jvpipe.trace.spread` follows the equations of the rule's backward, as it
-follows the loss. The backward begins with cotangents of the results, which lie as the table
-says. It ends with cotangents of the operands, which must lie as the table says, too.
+To check a rule, `jvpipe.trace.spread` follows the equations of the rule's backward, as it follows
+those of the loss. The walk begins with the cotangents of the rule's results, which depend on the
+examples as the table says. It ends with the cotangents of the rule's operands, which must also
+depend on the examples as the table says.
 """
 
 from operator import attrgetter
@@ -22,10 +23,10 @@ from jvpipe.trace.sums_and_means import NONE, Lies, counted
 
 
 def cotangent(lies: Lies) -> Lies:
-    """Returns how the cotangent of a value has to lie.
+    """Returns how the cotangent of a value must depend on the examples.
 
     Args:
-        lies: how the value lies.
+        lies: how the value depends on the examples.
     """
     match lies.over:
         case Over.ALONG:
@@ -41,11 +42,11 @@ def cotangent(lies: Lies) -> Lies:
 
 
 def fits(actual: Lies, required: Lies) -> bool:
-    """Tells whether a cotangent lies as it has to.
+    """Tells whether a cotangent depends on the examples as required.
 
     Args:
-        actual: how it lies.
-        required: how it has to lie.
+        actual: how the cotangent depends on the examples.
+        required: how the cotangent must depend on the examples.
     """
     if actual.is_zero or required.over is Over.MIXED:
         return True

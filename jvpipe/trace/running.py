@@ -1,18 +1,18 @@
 """Finds the running statistics of batch norms among the leaves of a model state.
 
-A leaf r is a running statistic if the loss computes its new value r' like this, where x are values
+A leaf r is a running statistic if the loss computes its new value r' as follows, where x are values
 of n examples:
 
     s = sum(x)                   a statistic: a sum over the examples of a micro-batch
-    y = x - s / n                shows that s is a batch norm's: its mean centers single examples
-    q = sum((x - s / n)**2)      the batch norm's other statistic; it may also be sum(x**2)
+    y = x - s / n                the mean s / n centers examples, so s is a batch norm's statistic
+    q = sum((x - s / n)**2)      the batch norm's other statistic, which may also be sum(x**2)
     r' = h(r, s, q)              the new value is made only of the old value and of such sums
 
-The loss is traced at the shapes of a micro-batch and again at those of a whole batch, and
-both traces must have the same equations. A value has examples along an axis if its shape
-differs between the traces. `jvpipe.trace.deferred_state` adds up s and q over the
-micro-batches of a batch. It then makes r' from the totals by the h of the second trace,
-which divides by sizes of the whole batch.
+The loss is traced at the shapes of a micro-batch and again at those of a whole batch, and both
+traces must have the same equations. A value has examples along an axis if its shape differs between
+the traces. `jvpipe.trace.deferred_state` adds up s and q over the micro-batches of a batch, and
+computes r' from the totals. It uses the h of the second trace, which divides by the sizes of the
+whole batch.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.normalized import first_of_same
 
 _CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient", "name")
-"""Primitives whose result counts as the same statistic as their operand."""
+"""Primitives whose results count as the same statistic as their operands."""
 _SHAPING = (*_CASTS, "broadcast_in_dim", "reshape", "squeeze", "transpose")
 """Primitives that may come between a statistic and the single examples that read it."""
 
@@ -43,8 +43,8 @@ class Sum:
     Attributes:
         eqn: the place of the equation that makes the sum.
         count: how many values are added up in each element of the sum.
-        mean_of: the place of the sum by whose mean the values are centered before they are squared.
-            None if they are not centered: then the sums of micro-batches can just be added up.
+        mean_of: if the sum is of squares of centered values, the place of the sum whose mean
+            centers them; else None, and the sums of micro-batches can simply be added up.
     """
 
     eqn: int
@@ -54,12 +54,12 @@ class Sum:
 
 @dataclass(frozen=True)
 class RunningLeaf:
-    """A leaf of the model state that follows a batch norm.
+    """A leaf of the model state that is a running statistic of a batch norm.
 
     Attributes:
         index: the leaf's index in the model state.
-        sums: the sums that the new value is made of. If squares in these sums are centered,
-            also the sums whose means center them.
+        sums: the sums that the new value is made of, and the sums whose means center the values in
+            them.
         eqns: the places of the equations that make the new value from the sums.
     """
 
@@ -76,7 +76,7 @@ class _MadeOf:
     inputs: frozenset[Var]
     eqns: frozenset[int]
     barrier: str | None = None
-    """What, other than a sum, makes the value from single examples; for a message."""
+    """The operation, other than a sum, that makes the value from single examples; for messages."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,16 @@ class TwoTraces:
         return of_micro == of_whole
 
     def find(self) -> list[RunningLeaf]:
-        """Finds the leaves of the model state that follow batch norms.
+        """Finds the leaves of the model state that are running statistics of batch norms.
 
         Raises:
-            ValueError: there is no such leaf, or one follows a batch norm in a way that cannot be
-                put off to the end of a batch; the message says why.
+            ValueError: there is no such leaf, or the update of a leaf cannot be deferred to the end
+                of a batch; the message says why.
         """
         if not self.alike:
             raise ValueError(
-                "deferred_batch_norm=True needs a loss that does the same whatever the batch's "
-                "size, and this one has other operations for a whole batch than for a "
+                "deferred_batch_norm=True needs a loss with the same operations at every batch "
+                "size, but this loss has other operations for a whole batch than for a "
                 "micro-batch: leave it out, or call jvpipe.deferred_batch_norm in the loss"
             )
         found: list[RunningLeaf] = []
@@ -124,9 +124,9 @@ class TwoTraces:
                 found.append(leaf)
             elif leaf.startswith("!"):
                 raise ValueError(
-                    f"deferred_batch_norm=True: leaf '{name}' of the model state follows a batch "
-                    f"norm, but {leaf[1:]}; call jvpipe.deferred_batch_norm in the loss, or leave "
-                    "the option out"
+                    f"deferred_batch_norm=True: leaf '{name}' of the model state is made of a "
+                    f"batch norm's statistics, but {leaf[1:]}; call jvpipe.deferred_batch_norm in "
+                    "the loss, or leave the option out"
                 )
             else:
                 others.append(f"'{name}' {leaf}")
@@ -134,34 +134,34 @@ class TwoTraces:
             more = "; ..." if len(others) > 4 else ""
             why = "; ".join(others[:4]) + more
             raise ValueError(
-                "deferred_batch_norm=True, but no leaf of the model state follows the statistics "
+                "deferred_batch_norm=True, but no leaf of the model state is a running statistic "
                 f"of a batch norm: {why}. Leave it out, or call jvpipe.deferred_batch_norm in the "
                 "loss"
             )
         return found
 
     def _leaf(self, index: int) -> RunningLeaf | str:
-        """Returns a leaf that follows a batch norm; or, as text, why the leaf does not.
+        """Returns a leaf that is a running statistic; for any other leaf, a text that says why not.
 
-        If the leaf follows a batch norm, but its update cannot be put off to the end of a batch,
-        the text begins with "!", and `find` raises an error.
+        If the leaf is made of a batch norm's statistics, but its update cannot be deferred to the
+        end of a batch, the text begins with "!", and `find` raises an error.
         """
         parts = self._made_of(state_after(self.micro, index))
         if not parts.sums and parts.barrier:
-            return f"comes from its examples by {parts.barrier}"
+            return f"depends on single examples through {parts.barrier}"
         if not parts.sums:
-            return "is made of no sum over examples"
+            return "is not made of sums over examples"
         sums = [self._sum(eqn) for eqn in sorted(parts.sums)]
         known_sums = [x for x in sums if x is not None]
         if not known_sums:
-            return "is made of sums over examples by which no example is centered"
+            return "is made of sums over examples whose means do not center examples"
         if len(known_sums) < len(sums):
-            return "!also other sums over its examples than those of values and of their squares"
+            return "!also of sums over examples other than those of values and of their squares"
         if parts.barrier:
-            return f"!also of its examples by {parts.barrier}"
+            return f"!also of single examples through {parts.barrier}"
         if parts.inputs - {state_before(self.micro, index)}:
-            return "!it is also made of parameters, or of other leaves of the model state"
-        # To center squares by the mean of a whole batch, that mean's sum is needed, too.
+            return "!also of parameters, or of other leaves of the model state"
+        # To center squares by the mean of a whole batch, the sum for this mean is needed, too.
         means = {x.mean_of for x in known_sums if x.mean_of is not None} - parts.sums
         known_sums += [Sum(place, self._count(self.eqns[place])) for place in sorted(means)]
         return RunningLeaf(
@@ -189,7 +189,7 @@ class TwoTraces:
 
     @cached_property
     def _defining(self) -> dict[Var, int]:
-        """The place of the equation that each variable is a result of."""
+        """The place of the equation that makes each variable."""
         places: dict[Var, int] = {}
         for i, eqn in enumerate(self.eqns):
             places |= dict.fromkeys(eqn.outvars, i)
@@ -203,7 +203,7 @@ class TwoTraces:
         return eqn.primitive.name == "reduce_sum" and self._carries(eqn.invars[0])
 
     def _made_of(self, atom: Atom) -> _MadeOf:
-        """Returns what a value is made of, back to sums over examples and to inputs."""
+        """Returns what a value is made of; the search ends at sums over examples and at inputs."""
         todo = variables([atom])
         seen = set[Var]()
         sums = set[int]()
@@ -237,7 +237,7 @@ class TwoTraces:
     # The statistics of batch norms
 
     def _origin(self, atom: Atom) -> Atom:
-        """Returns a value before its casts; if it is computed several times, the first result."""
+        """Returns a value before its casts; if several equations compute it, the first result."""
         while isinstance(atom, Var):
             atom = self._first.get(atom, atom)
             place = self._defining.get(atom)
@@ -247,7 +247,7 @@ class TwoTraces:
         return atom
 
     def _center(self, eqn: JaxprEqn) -> int | None:
-        """Returns the place of the sum by whose mean an equation centers examples; else None."""
+        """Returns the place of the sum whose mean an equation subtracts from examples, or None."""
         if eqn.primitive.name != "sub" or not self._carries(eqn.outvars[0]):
             return None
         values, center = eqn.invars
@@ -258,9 +258,9 @@ class TwoTraces:
         return place if self._origin(summed) is self._origin(values) else None
 
     def _mean(self, atom: Atom) -> int | None:
-        """Returns the place of the sum whose mean a value is; None if the value is not a mean.
+        """Returns the place of the sum of which a value is the mean; None if it is not a mean.
 
-        The mean may be broadcast to the examples.
+        The value may be a mean that is broadcast to the examples.
         """
         ratio = 1.0
         while (place := self._defining.get(atom) if isinstance(atom, Var) else None) is not None:
@@ -284,13 +284,13 @@ class TwoTraces:
 
     @cached_property
     def _centered(self) -> dict[int, int]:
-        """For each place of an equation that centers examples, the place of the mean's sum."""
+        """The place of the mean's sum, by the place of the equation that subtracts the mean."""
         found = ((i, self._center(eqn)) for i, eqn in enumerate(self.eqns))
         return {i: place for i, place in found if place is not None}
 
     @cached_property
     def _centering(self) -> set[int]:
-        """The places of the sums by whose mean examples are centered, and of sums equal to them."""
+        """The places of the sums whose means center examples, and of sums equal to them."""
 
         def value(place: int) -> Atom:
             return self._origin(self.eqns[place].outvars[0])
@@ -315,7 +315,7 @@ class TwoTraces:
         if mean_of is not None:
             alike = self.eqns[mean_of].params["axes"] == axes
             return Sum(place, count, mean_of) if alike else None
-        # Uncentered squares belong to a batch norm that also sums up the values themselves.
+        # Squares that are not centered belong to a batch norm that also sums up the values.
         for center in map(self.eqns.__getitem__, self._centering):
             sums_base = self._origin(center.invars[0]) is base
             if sums_base and center.params["axes"] == axes:
@@ -323,7 +323,7 @@ class TwoTraces:
         return None
 
     def _squared(self, atom: Atom) -> Atom | None:
-        """Returns what a value is the square of; None if it is not a square."""
+        """Returns the value x if `atom` is x**2; None if it is not a square."""
         place = self._defining.get(atom) if isinstance(atom, Var) else None
         if place is None:
             return None
@@ -336,7 +336,7 @@ class TwoTraces:
 
 
 def state_before(loss: LossJaxpr, index: int) -> Var:
-    """Returns the input variable of a leaf of the model state, which has the old value."""
+    """Returns the input variable that has the old value of a leaf of the model state."""
     leaf = Ref(ValueKind.STATE, index)
     return next(var for var, ref in loss.inputs.items() if ref == leaf)
 

@@ -1,7 +1,7 @@
-"""The equations of a layer on a slice of a micro-batch, the part that one replica of a stage has.
+"""Makes the equations of a layer on a slice of a micro-batch, the part for one replica of a stage.
 
 A layer is traced twice: on the whole micro-batch, and at the size of the slice. The slice's
-equations differ from that second trace in two ways.
+equations differ from the second trace in two ways.
 
 Random numbers and positions are made for the whole micro-batch, and each slice takes its part. So
 every replica draws all numbers, and dropout masks do not depend on the number of replicas. For a
@@ -10,8 +10,8 @@ slice of examples 2 and 3 of 8:
     whole     bits[8, 4] = random_bits key
     slice     bits[8, 4] = random_bits key    part[2, 4] = bits[2:4]
 
-Equations that add to a sum over examples, or divide one, are changed as `Beside` says, so that
-the results of all slices add up to the result of the whole.
+Equations that add to a sum over examples, or divide such a sum, are changed as `Beside` says, so
+that the results of all slices add up to the result of the whole micro-batch.
 """
 
 import operator
@@ -44,7 +44,7 @@ class SliceCut:
     Args:
         examples: the examples of the slice.
         total: the number of examples of the micro-batch.
-        amended: the equations of the whole, by `id`, that slices change, and how.
+        amended: how slices change equations, by the `id` of the equation on the micro-batch.
         is_mean: whether the loss is a mean over the examples.
     """
 
@@ -55,11 +55,11 @@ class SliceCut:
 
     @property
     def share(self) -> float:
-        """The number of examples of the slice, divided by that of the micro-batch."""
+        """The fraction of the micro-batch's examples that are in the slice."""
         return self.examples.size / self.total
 
     def body(self, whole: Body, part: Body) -> Body:
-        """Returns a layer on a slice, whose random numbers are cut out of the whole layer's.
+        """Returns a layer on a slice, with the slice's part of the layer's random numbers.
 
         Args:
             whole: the layer on the micro-batch.
@@ -108,7 +108,7 @@ class SliceCut:
         return part.replace(params=params)
 
     def _inside(self, whole: Any, part: Any) -> Any:
-        """Returns a parameter of a loop or call for a slice; bodies in it may draw numbers, too.
+        """Returns a parameter of a loop or call for a slice, with rewritten bodies.
 
         Args:
             whole: the parameter on the micro-batch.
@@ -128,7 +128,7 @@ class SliceCut:
                 return part
 
     def _generated(self, whole: JaxprEqn, part: JaxprEqn) -> Sequence[JaxprEqn]:
-        """Returns the equations that make the whole micro-batch's numbers and cut out a slice's."""
+        """Returns the equations that draw all numbers of a micro-batch, and take a slice's part."""
         aval = _jax.aval(whole.outvars[0])
         sizes = zip(aval.shape, _jax.aval(part.outvars[0]).shape, strict=True)
         axes = [i for i, (a, b) in enumerate(sizes) if a != b]
@@ -137,7 +137,7 @@ class SliceCut:
         if not axes or whole_operands != part_operands:
             return [part]
         (axis,) = axes
-        # An example may have several rows: a reshape may have put its tokens on the examples' axis.
+        # An example has several rows if a reshape has merged its tokens into the examples' axis.
         rows = aval.shape[axis] // self.total
         start = self.examples.start * rows
         stop = self.examples.stop * rows
@@ -161,7 +161,7 @@ def _amended(
 
     Args:
         eqn: the equation.
-        beside: which of its operands a slice changes, and how; None: the equation stays.
+        beside: which of its operands a slice changes, and how; None if it changes none.
         share: the share of the slice in the micro-batch.
         is_first: whether the slice is the first one of the micro-batch.
     """
@@ -179,8 +179,8 @@ def _amended(
 
     def change(x: jax.Array) -> jax.Array:
         if only_first:
-            # This makes zeros by an equation that reads x. Plain zeros would become a constant of
-            # the traced function, and a layer's equations cannot bring new constants.
+            # The zeros are the result of an equation that reads x. Plain zeros would become a
+            # constant of the traced function, and a layer's equations cannot add new constants.
             zero = jnp.zeros((), x.dtype)
             return jax.lax.clamp(zero, x, zero)
         return x * jnp.asarray(share, x.dtype)
@@ -192,8 +192,8 @@ def _amended(
 def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
     """Divides a sum by a count.
 
-    In a slice without items both are zero, and the quotient is zero. If only the count is zero, the
-    result is NaN, and `stop_gradient` keeps that NaN out of the derivative.
+    In a slice without items, both are zero, and the quotient is zero. If only the count is zero,
+    the result is NaN, and `stop_gradient` keeps this NaN out of the derivative.
     """
     divisor = jnp.where(count == 0, jnp.ones_like(count), count)
     quotient = total / divisor
@@ -207,7 +207,7 @@ def _equations(
     inputs: Sequence[Atom],
     outputs: Sequence[Var],
 ) -> Sequence[JaxprEqn]:
-    """Returns the equations with which a function makes output variables from inputs.
+    """Returns the equations by which a function computes given output variables from inputs.
 
     Args:
         fn: the function, from arrays to an array.

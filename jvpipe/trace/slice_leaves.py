@@ -1,9 +1,9 @@
-"""Decides how leaves of aux and of the model state are made of the values of slices.
+"""Decides how leaves of aux and of the model state follow from the values of slices.
 
-A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown
-if the trace cannot tell how it follows from the slices' values. Such a leaf is reduced as the
-user chose, from the values that the loss itself computes on each slice. So slices leave the
-additions and maxima that an unknown leaf is made of as they are (`Said.plain`).
+A slice is the part of a micro-batch that one replica of a stage computes. A leaf is unknown if the
+trace does not show how it follows from the slices' values. Such a leaf is reduced as the user
+chose, from the values that the unchanged loss has on each slice. So slices do not change additions
+and maxima that an unknown leaf depends on (`Said.plain`).
 """
 
 from collections.abc import Collection, Mapping
@@ -37,11 +37,11 @@ _CHANGED = (Beside.LEFT, Beside.RIGHT, Beside.FIRST_LEFT, Beside.FIRST_RIGHT, Be
 
 @dataclass(frozen=True)
 class Said:
-    """The outputs of a loss, judged first by the trace and then by the user's reductions.
+    """How outputs of a loss depend on the examples, by the trace or else by the user's choice.
 
     Args:
         graph: the layer graph of a micro-batch.
-        traced: how each output depends on the examples, as far as the trace can tell.
+        traced: how each output depends on the examples, by the trace.
         atoms: the variable or literal of each output.
         normalizing: the statistics that a batch norm divides by.
     """
@@ -64,12 +64,13 @@ class Said:
 
     @cached_property
     def state(self) -> tuple[Spread | None, ...]:
-        """How each leaf of the model state is made of the replicas' leaves.
+        """How each leaf of the model state follows from the replicas' leaves.
 
-        None for a leaf that depends on no example: each replica makes all of it.
+        None for a leaf that depends on no example, because each replica computes the whole leaf.
 
         Raises:
-            CoupledError: neither the trace nor the user tells how a leaf is made.
+            CoupledError: neither the trace nor the user says how a leaf follows from the replicas'
+                leaves.
         """
         return tuple(self._state(k) for k in range(len(self.graph.state)))
 
@@ -80,8 +81,8 @@ class Said:
         lies = self.traced[ref]
         if lies.over is Over.ALONG:
             raise CoupledError(
-                f"model state '{name}' has a part per example: replicas cannot share it; use one "
-                "device for each stage"
+                f"model state '{name}' has a part for each example, so replicas cannot share it: "
+                "use one device for each stage"
             )
         if lies.over is Over.NONE:
             return None
@@ -90,30 +91,30 @@ class Said:
         if reduction is not None:
             check_state_reduction(name, self.atoms[ref], reduction)
             return Spread(_STATE[reduction])
-        # Each replica has statistics of its examples. Their mean is the running statistic.
+        # Each replica has statistics of its own examples. The running statistic is their mean.
         if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
-            f"jvpipe cannot tell how the replicas' values of model state '{name}' give one value: "
-            "it is neither a mean nor a sum over examples, nor a statistic that a batch norm "
-            f"divides by. Choose a reduction with model_state_reduce={{'{name}': 'mean'}} (over "
-            "examples), 'sum' (of what each replica has added) or 'same' (all replicas have one "
-            "value), or use one device for each stage"
+            f"jvpipe cannot tell how to reduce the replicas' values of model state '{name}' to one "
+            "value: it is neither a mean nor a sum over examples, nor a statistic by which a batch "
+            f"norm divides. Choose a reduction with model_state_reduce={{'{name}': 'mean'}} (over "
+            "examples), 'sum' (of the changes of each replica) or 'same' (all replicas have equal "
+            "values), or use one device for each stage"
         )
 
     def _is_of_batch_norm(self, lies: Lies) -> bool:
         return bool(lies.roots) and lies.roots <= set(self.normalizing)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices change, except additions and maxima of unknown leaves.
+        """Returns the changes of equations, except those that would change an unknown leaf.
 
         Args:
             loss: the loss that has the equations.
-            amended: all equations, by `id`, that slices could change, and how.
+            amended: how slices could change equations, by the `id` of the equation.
 
         Raises:
-            CoupledError: an unknown leaf and another output are made of the same equation,
-                which slices must change for that output alone.
+            CoupledError: an unknown leaf and another output depend on the same equation, which
+                slices must change only for the other output.
         """
         unknown = {ref for ref, lies in self.traced.items() if _is_unknown(lies)}
         others = [atom for ref, atom in self.atoms.items() if ref not in unknown]
@@ -130,23 +131,23 @@ class Said:
                 leaves = sorted(f"{ref.kind} {ref.index}" for ref in unknown)
                 names = ", ".join(leaves)
                 raise CoupledError(
-                    "the result of adding to a sum over examples is used for outputs that "
-                    f"replicas make exactly and for others ({names}): compute it once for each, "
-                    "or use one device for each stage"
+                    "the result of adding to a sum over examples is used both for outputs that "
+                    "jvpipe computes exactly and for outputs that it reduces as the user chose "
+                    f"({names}): compute it separately for each, or use one device for each stage"
                 )
             del kept[id(eqn)]
         return kept
 
 
 def _is_unknown(lies: Lies) -> bool:
-    """Tells whether the trace cannot tell how a value is made of the slices' values."""
+    """Tells whether the trace does not show how a value follows from the slices' values."""
     return lies.over is Over.MIXED or bool(lies.open)
 
 
 def aux_group(graph: LayerGraph, index: int) -> int:
     """Returns the number of the leaf of aux that a value belongs to.
 
-    After a `Weighted` leaf, which has two values, a value's number differs from its leaf's.
+    The two numbers differ after a `Weighted` leaf, which has two values.
 
     Args:
         graph: the layer graph of a micro-batch.

@@ -1,6 +1,6 @@
-"""A model's layers for a slice of a micro-batch, the part that one replica of a stage has.
+"""Makes a model's layers for a slice of a micro-batch, the part for one replica of a stage.
 
-First, `taken_apart` finds how each value of the loss lies over the examples. It raises an error if
+First, `taken_apart` finds how each value of the loss depends on the examples. It raises an error if
 the results of slices do not determine the results of the micro-batch. Then `sliced` makes the
 layers of a slice: it traces the loss again at the size of the slice, cuts it into the same layers,
 and rewrites their equations (`jvpipe.trace.slice_equations`). If the loss is a mean, a slice's loss
@@ -34,12 +34,12 @@ from jvpipe.util.paths import path_name
 
 @dataclass(frozen=True)
 class Apart:
-    """What the trace says about a loss whose slices can be computed apart.
+    """A loss whose slices can be computed independently, and how.
 
     Attributes:
-        batching: how the edges between layers, aux, the loss and the model state lie over the
+        batching: how the edges between layers, aux, the loss and the model state depend on the
             examples.
-        amended: the equations, by `id`, that slices change, and how.
+        amended: how slices change equations, by the `id` of the equation on the micro-batch.
     """
 
     batching: Batching
@@ -52,7 +52,7 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     Args:
         traced: the layers on a whole micro-batch.
         examples: the slice of the micro-batch.
-        apart: how the examples come apart, from `taken_apart`.
+        apart: the result of `taken_apart` for the micro-batch.
 
     Raises:
         CoupledError: the loss has other layers at the size of the slice.
@@ -61,9 +61,9 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     smaller = build_graph(loss, traced.cuts, traced.splits)
     if _layers(smaller.graph) != _layers(traced.graph):
         raise CoupledError(
-            f"the loss on {examples.size} examples is not made of the layers that it has on "
+            f"the loss on {examples.size} examples does not have the same layers as on "
             f"{traced.graph.examples}: use larger micro-batches or fewer replicas, so that each "
-            "has at least 2 examples"
+            "replica has at least 2 examples"
         )
     cut = SliceCut(
         examples,
@@ -91,7 +91,7 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CoupledError(
-            f"the loss does not take {examples} examples, which is what a replica has: "
+            f"the loss does not take {examples} examples, the number that a replica has: "
             f"{type(error).__name__}: {reason}"
         ) from error
 
@@ -107,29 +107,30 @@ def _layers(graph: LayerGraph) -> object:
 
 
 def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
-    """Finds how edges, aux, the loss and the model state lie over the examples of a micro-batch.
+    """Finds how edges, aux, the loss and the model state depend on the examples of a micro-batch.
 
     Args:
         traced: the layers on a whole micro-batch.
-        sizes: the sizes of slices; the loss is traced at each and compared with the whole.
+        sizes: the sizes of slices; the loss is traced at each size, and compared with the loss on
+            the whole micro-batch.
 
     Raises:
-        CoupledError: the examples cannot be computed apart, or the loss or aux of the micro-batch
-            cannot be made of the slices' results.
+        CoupledError: slices cannot be computed independently, or their results do not determine
+            the loss or aux of the micro-batch.
     """
     by_size = {size: _taken_apart(traced, size) for size in sorted(set(sizes))}
     least = min(by_size)
     for size, apart in by_size.items():
         if apart != by_size[least]:
             raise CoupledError(
-                f"the loss is made of its examples in another way on {size} of them than on "
+                f"the loss depends on its examples in another way on {size} examples than on "
                 f"{least}: use micro-batches that the replicas of each stage divide evenly"
             )
     return by_size[least]
 
 
 def _taken_apart(traced: Traced, fewer: int) -> Apart:
-    """Does what `taken_apart` does, for slices of one size.
+    """Returns the result of `taken_apart` for slices of one size.
 
     Args:
         traced: the layers on a whole micro-batch.
@@ -139,15 +140,15 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
     small = _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(
-            f"the loss closes over arrays that are others on {fewer} examples than on "
-            f"{traced.graph.examples}: give them with the batch, or make them with jax.numpy"
+            f"the loss closes over other arrays on {fewer} examples than on "
+            f"{traced.graph.examples}: pass them in the batch, or make them with jax.numpy"
         )
     spreading = _spreading(traced, fewer)
     spreading.run(loss.eqns, small.eqns)
     both = zip(loss.outputs, small.outputs, strict=True)
     outputs = {ref: spreading.lies(atom, other) for (atom, ref), (other, _) in both}
     atoms = {ref: atom for atom, ref in loss.outputs}
-    # The user's choice of a reduction counts only if the trace cannot tell how an output is made.
+    # The user's choice of a reduction counts only for outputs that the trace leaves unknown.
     said = Said(traced.graph, outputs, atoms, spreading.normalizing)
     outputs = outputs | said.aux
     _check_outputs(traced, outputs)
@@ -163,11 +164,11 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
 
 
 def _spreading(traced: Traced, fewer: int) -> Spreading:
-    """Returns the walk over a loss at two sizes; axis 0 of each batch leaf holds the examples."""
+    """Returns the walk over a loss at two sizes; axis 0 of batch leaves is the examples' axis."""
     loss = traced.loss
     states = loss.outputs_of(ValueKind.STATE)
-    # Single examples may read a reduction over several examples only if the model state keeps it,
-    # as it keeps the statistics of a batch norm.
+    # Single examples may read a reduction over several examples only if the model state depends on
+    # the reduction, as it does on the statistics of a batch norm.
     same = first_of_same(loss.eqns)
     remembered = reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
@@ -197,10 +198,10 @@ def layer_namer(traced: Traced) -> Callable[[JaxprEqn], str]:
 
 
 def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
-    """Returns how the edges between layers lie.
+    """Returns how the edges between layers depend on the examples.
 
     Raises:
-        CoupledError: slices would not send the same values as the whole micro-batch.
+        CoupledError: a slice would not send its part of the micro-batch's value.
     """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:
@@ -212,8 +213,8 @@ def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
         if lies.over is Over.ALONG and lies.power:
             raise CoupledError(
                 f"tensor '{tensor.array.name}' has a part for each example, scaled by the number "
-                "of examples, so a slice makes other values: multiply or divide by that number "
-                "in the loss, after a sum over examples"
+                "of examples, so a slice computes other values: multiply or divide by that number "
+                "after a sum over examples"
             )
         all_lies.append(lies)
     return all_lies
@@ -223,11 +224,11 @@ def _spread(lies: Lies) -> Spread:
     return Spread(lies.over, lies.axis)
 
 
-_LESS = " (weights that may add up to less than one take no max(weight, 1): give the sum itself)"
+_LESS = " (if weights may add up to less than one, return their sum itself, not max(weight, 1))"
 
 
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
-    """Returns the path of a leaf of aux in two forms: JAX's notation, and as patterns name it."""
+    """Returns the path of a leaf of aux in JAX's notation, and in the form that patterns match."""
     group = aux_group(traced.graph, index)
     aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
     path = jax.tree_util.tree_leaves_with_path(aux)[group][0]
@@ -237,10 +238,10 @@ def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
     """Checks that slices' results determine the loss and aux of a micro-batch.
 
-    `Said` checks the model state.
+    The model state is checked by `Said`.
 
     Raises:
-        CoupledError: they do not determine the loss or a leaf of aux.
+        CoupledError: the slices' results do not determine the loss or a leaf of aux.
     """
     paired = [group for group in traced.graph.aux_groups if len(group) > 1]
     pairs = set(chain.from_iterable(paired))
@@ -266,13 +267,14 @@ def _check_loss(traced: Traced, lies: Lies) -> None:
     fitting = {Over.SUM} if weighted else {Over.SUM, Over.MEAN}
     if lies.over in fitting and not lies.open:
         return
-    sums = f"both parts sums over its examples{_LESS}"
+    sums = f"a jvpipe.Weighted of two sums over examples{_LESS}"
     cure = sums if weighted else "a mean or a sum over its examples"
     raise CoupledError(
         f"the loss, which layer {traced.graph.label(traced.graph.layers[traced.graph.loss_layer])} "
-        f"makes, cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
-        "over a number of items that differs returns jvpipe.Weighted(total, weight). Else "
-        "use one device for each stage, or make each stage a mesh with a batch_axis"
+        "computes, cannot be computed from the losses of slices, as replicas require: it must be "
+        f"{cure}; for a mean over a varying number of items, return jvpipe.Weighted(total, "
+        "weight). Otherwise use one device for each stage, or make each stage a mesh with a "
+        "batch_axis"
     )
 
 
@@ -289,8 +291,9 @@ def _check_aux(
     if is_known and is_plain and is_sum:
         return
     leaf, path = _aux_path(traced, index)
-    cure = "" if is_weighted else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
+    cure = "" if is_weighted else f"; or choose a reduction, as in aux_reduce={{'{path}': 'max'}}"
     raise CoupledError(
-        f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of "
-        f"each example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"
+        f"{leaf} of aux cannot be computed from its values on slices, as replicas require: return "
+        "a value for each example, a sum or mean over examples, or a jvpipe.Weighted(total, "
+        f"weight) of two sums{cure}"
     )

@@ -1,10 +1,10 @@
-"""The equations of a loss, sorted into main and floating ones.
+"""Sorts the equations of a loss into main and floating equations.
 
 A main equation is computed by exactly one layer. A floating equation is cheap, so every layer that
 needs its result computes it, and the result is never sent from layer to layer:
 
-    mask = i < n          floating: made of constants, and of inputs that every stage can get
-    w16 = cast(w)         floating: made of parameters alone
+    mask = i < n          floating: depends only on constants, and on inputs that all stages can get
+    w16 = cast(w)         floating: depends only on parameters and constants
     y = dot(x, w16)       main
 """
 
@@ -18,10 +18,11 @@ from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_cheap, is_heavy
 
 _DERIVATIONS = 6
-"""A layer derives a PRNG key for itself if the key is at most this many steps from the seed.
+"""Each layer that needs a PRNG key derives it, if the key is at most this many steps from the seed.
 
 A key that takes more steps is sent as a tensor. Otherwise, in a model that splits one key at each
-layer, each layer would split more often than the layer before: no two could share a program.
+layer, each layer would need more splits than the layer before, and no two layers could share a
+program.
 """
 
 
@@ -41,10 +42,7 @@ class Sorted:
 
     @staticmethod
     def of(loss: LossJaxpr) -> "Sorted":
-        """Sorts the equations of a loss in one pass.
-
-        Each equation is sorted by its operands, which earlier equations make.
-        """
+        """Sorts the equations of a loss in one pass, each by its primitive and its operands."""
         source = {v: ref.kind for v, ref in loss.inputs.items()}
         constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
         free = constants | {v for v, kind in source.items() if VALUES[kind].fed}
@@ -60,12 +58,13 @@ class Sorted:
             steps = before + derives_key(eqn)
             derivations |= dict.fromkeys(eqn.outvars, steps)
             cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
-            # Masks, positions and keys: made of constants and of inputs that every stage can get.
+            # Masks, positions and keys depend only on constants and on inputs that all stages can
+            # get.
             if cheap and read <= free:
                 free.update(eqn.outvars)
                 constants.update(eqn.outvars if read <= constants else ())
                 floating.append(eqn)
-            # Casts and the like: a layer that reads the parameter makes them from it.
+            # Casts and the like depend only on parameters and constants.
             elif cheap and read <= parametric | constants:
                 parametric.update(eqn.outvars)
                 floating.append(eqn)
@@ -74,6 +73,6 @@ class Sorted:
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
         # If at most one equation is heavy and reads a parameter, as in a model without
-        # products, every equation that reads a parameter counts as weighted.
+        # products, all main equations that read parameters count as weighted.
         weighted = weighted if sum(weighted) > 1 else reading
         return Sorted(tuple(floating), tuple(main), tuple(weighted))

@@ -1,18 +1,19 @@
 """Finds how each value of a loss depends on a micro-batch's examples, by tracing at two sizes.
 
-A slice is the part of a micro-batch that one replica of a stage computes. Each line below has an
-equation of the loss and says how its result lies over the examples:
+A slice is the part of a micro-batch that one replica of a stage computes. Each line below has a
+value of the loss at 4 and at 2 examples, and says how the value depends on the examples:
 
-    x [4, 8]   at size 4, [2, 8] at size 2     along axis 0: that axis has a part for each example
-    x @ w      where x lies along axis 0       along axis 0
-    sum(x)                                     a sum: the sums of the slices add up to it
-    sum(x)/4   at size 4, sum(x)/2 at size 2   a mean
-    max(x)                                     mixed: the results of the slices do not determine it
+    on 4 examples    on 2 examples    dependence
+    x[4, 8]          x[2, 8]          along axis 0: this axis has a part for each example
+    x @ w            x @ w            along axis 0, like x
+    sum(x)           sum(x)           a sum: the slices' sums add up to it
+    sum(x) / 4       sum(x) / 2       a mean
+    max(x)           max(x)           mixed: jvpipe does not compute it from the slices' values
 
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
-results). A value of a single example must not be made from them, because slices would not compute
-the same value as the whole micro-batch. The exception is a batch norm whose statistics the model
-state keeps: each replica normalizes by its own examples' statistics (`jvpipe.trace.normalized`).
+results). A value of a single example must not depend on them, because it would be another value on
+a slice. The exception is a batch norm whose statistics the model state keeps: each replica
+normalizes by the statistics of its own examples (`jvpipe.trace.normalized`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -63,14 +64,16 @@ _CALLS = (
 )
 _RULES = ("custom_jvp_call", "custom_vjp_call")
 _POSITIONS = ("start_indices", "padding_config")
-_GIVES = "gives single examples what was made of several of them"
+_GIVES = "gives single examples a value that was made of several examples"
 _IN_FIRST = {
     Beside.LEFT: Beside.FIRST_LEFT,
     Beside.RIGHT: Beside.FIRST_RIGHT,
     Beside.FIRST_LEFT: Beside.FIRST_LEFT,
     Beside.FIRST_RIGHT: Beside.FIRST_RIGHT,
 }
-"""In the model state only the first slice adds an operand to a sum, so that counters stay exact."""
+"""For values that model state depends on: only the first slice adds an operand to a sum, so that
+counters stay exact.
+"""
 
 
 @dataclass
@@ -81,13 +84,13 @@ class Spreading:
         examples: the number of examples of the loss whose equations are followed.
         fewer: the number of examples in the other trace. It is smaller if a slice is compared with
             its micro-batch; `jvpipe.trace.coupling` compares with a batch that is twice as large.
-        remembered: the variables from which model state is made.
+        remembered: the variables that the model state depends on.
         place_of: names the layer that an equation is in, for messages.
-        lies_of: how each variable lies, as far as the equations have been followed.
-        amended: the equations, by `id`, that slices change, and how.
+        lies_of: how each variable depends on the examples, for the equations followed so far.
+        amended: how slices change equations, by the `id` of the equation.
         normalizing: the reductions over examples that a batch norm divides by.
-        same: maps each variable to the first one that an equal equation made.
-        flows: the variables that a gradient flows through; None: all variables of inexact type.
+        same: maps each variable to the result of the first equal equation (`first_of_same`).
+        flows: the variables that a gradient flows through; None for all variables of inexact type.
     """
 
     examples: int
@@ -101,18 +104,18 @@ class Spreading:
     flows: Collection[Var] | None = None
     _alike: Alike = field(default_factory=Alike)
     _rule: bool = False  # whether the equations are the backward of a derivative rule
-    _in_rule: bool = False  # whether they are inside a function with a rule, and so not rewritable
+    _in_rule: bool = False  # whether they are in a function with a rule, and so cannot be rewritten
     _outer: JaxprEqn | None = None  # the outermost loop or call around the equations
 
     def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:
-        """Finds how the results of equations lie.
+        """Finds how the results of equations depend on the examples.
 
         Args:
             eqns: the equations to follow.
             small: the same equations in the other trace.
 
         Raises:
-            CoupledError: the two differ in more than sizes, or the equations couple examples.
+            CoupledError: the traces differ in more than sizes, or the equations couple examples.
         """
         names = [eqn.primitive.name for eqn in eqns]
         small_names = [eqn.primitive.name for eqn in small]
@@ -121,26 +124,28 @@ class Spreading:
             differing = ((a, b) for a, b in pairs if a != b)
             one, other = next(differing, ("one", "none"))
             raise CoupledError(
-                f"the loss is another program on {self.fewer} examples than on {self.examples} "
+                f"the loss has other operations on {self.fewer} examples than on {self.examples} "
                 f"({other} instead of {one}): use larger micro-batches or fewer replicas, so that "
-                "each has at least 2 examples"
+                "each replica has at least 2 examples"
             )
         for eqn, fewer in zip(eqns, small, strict=True):
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values share a number in `Alike`. These numbers show that sum / count * count
-            # is the sum. A `stop_gradient` that stops a gradient has its own number.
+            # Equal values have the same number in `Alike`, which shows that sum / count * count is
+            # the sum. If a `stop_gradient` stops a gradient, its result gets a new number.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
 
     def lies(self, atom: Atom, small: Atom) -> Lies:
-        """Returns how a variable or a literal lies; a literal that grows with the size is a count.
+        """Returns how a variable or literal depends on the examples.
+
+        A literal with a factor n^p, for n examples, counts as a power of the number of examples.
 
         Args:
             atom: the variable or literal.
-            small: the same one in the other trace.
+            small: the same variable or literal in the other trace.
         """
         if not isinstance(atom, Literal):
             return self.lies_of.get(atom, NONE)
@@ -153,18 +158,18 @@ class Spreading:
         return Lies(Over.MIXED) if power is None else counted(power)
 
     def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        """Returns how the results of an equation lie.
+        """Returns how the results of an equation depend on the examples.
 
         Args:
             eqn: the equation.
             small: the same equation in the other trace.
-            ins: how its operands lie.
+            ins: how its operands depend on the examples.
         """
         name = eqn.primitive.name
         for key, value in eqn.params.items():
             is_fixed = isinstance(value, int | float) or key in _POSITIONS
             if is_fixed and repr(small.params[key]) != repr(value):  # as text, because NaN != NaN
-                raise self.refused(eqn, "does as the number of examples says")
+                raise self.refused(eqn, "has a parameter that depends on the number of examples")
         if name in _CALLS:
             outs = self._call(eqn, small, ins)
             if name in _RULES:
@@ -184,18 +189,19 @@ class Spreading:
     def _plainly(
         self, eqn: JaxprEqn, ins: Sequence[Lies], grown: Sequence[int | None]
     ) -> list[Lies]:
-        """Returns how the results of an equation lie, without regard to batch norms.
+        """Returns how the results of an equation depend on the examples, batch norms apart.
 
         Args:
             eqn: an equation that is neither a loop nor a call.
-            ins: how its operands lie.
-            grown: for each result, the axis whose size follows the number of examples.
+            ins: how its operands depend on the examples.
+            grown: for each result, the axis whose size is proportional to the number of examples.
         """
-        # There are three cases: an operand is ALONG the examples; only the result is; neither is.
+        # There are three cases: an operand has the examples' axis; only a result has it; or
+        # neither has it.
         #
         #     tanh x[n, 4]              ALONG, unless the axis is reduced: then SUM, MEAN or MIXED
-        #     broadcast 0. to [n, 4]    ALONG from here on
-        #     sum(x) * 2                follows from how the reduced operands lie
+        #     broadcast 0. to [n, 4]    ALONG the new axis
+        #     sum(x) * 2                as `reduced` says
         moving = [x for x in ins if x.over is Over.ALONG]
         of_several = [x for x in ins if x.reduced and not x.is_count]
         if not moving:
@@ -207,11 +213,11 @@ class Spreading:
         axes_after = along_after(eqn, axes, grown)
         if isinstance(axes_after, str):
             raise self.refused(eqn, axes_after)
-        # Each slice would add its examples to the same operand, and the sum of the slices' results
-        # would count that operand once for each slice.
+        # Each slice would add its examples to the same operand, so the sum of the slices' results
+        # would include that operand once for each slice.
         is_sum_beside = eqn.primitive.name == "scatter-add" and ins[0].over is not Over.ALONG
         if is_sum_beside and not ins[0].is_zero:
-            raise self.refused(eqn, "adds examples to what is there: add it to their sum")
+            raise self.refused(eqn, "adds examples to other values: add these to the sum instead")
         power = power_after(eqn, ins)
         if power is None:
             raise self.refused(eqn, "uses the number of examples in the values of single examples")
@@ -219,22 +225,23 @@ class Spreading:
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
     def _normalized(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
-        """Returns how a result lies, with the batch-norm statistics that are open in it.
+        """Returns the `Lies` of a result with the batch-norm statistics that are open in it.
 
         Args:
             eqn: the equation that makes the result.
-            ins: how its operands lie.
-            lies: how the result lies, without regard to batch norms.
+            ins: how its operands depend on the examples.
+            lies: how the result depends on the examples, batch norms apart.
         """
         result = normalized(eqn, ins, lies)
         if result is None:
             raise self.refused(
                 eqn,
-                "goes on from examples less what was made of several of them, as no batch norm "
-                "does",
+                "reads examples from which a statistic of several examples was subtracted, in "
+                "another way than a batch norm",
             )
         if result.over is Over.ALONG:
-            # A statistic that is no longer open has been scaled, so its batch norm is complete.
+            # A statistic that is open in an operand, but not in the result, has just been used to
+            # scale: its batch norm is complete.
             before = open_of(ins)
             self.normalizing |= before - result.open
             if not result.is_scale:
@@ -242,12 +249,12 @@ class Spreading:
         return result
 
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
-        """Returns how a result lies if an operand has a part for each example.
+        """Returns how a result depends on the examples if an operand has the examples' axis.
 
         Args:
             eqn: the equation that makes the result.
-            axis: the axis of the examples in the result; None if it has no such axis.
-            power: the power of the number of examples that is a factor of the result.
+            axis: the examples' axis in the result; None if it has no such axis.
+            power: p, if the result has the factor n^p for n examples.
             opened: the statistics that are open in the operands.
         """
         if axis is not None:
@@ -259,7 +266,7 @@ class Spreading:
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
-        """Returns the axis whose size follows the number of examples; None if no size differs.
+        """Returns the axis whose size grows with the number of examples; None if no size differs.
 
         Args:
             eqn: the equation that makes the value, for messages.
@@ -273,35 +280,38 @@ class Spreading:
         return axis
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result lies if it has the examples' axis and no operand has it.
+        """Returns how a result depends on the examples if no operand has the examples' axis.
 
         Args:
-            eqn: the equation that makes the result.
-            axis: the examples' axis in the result; None if this result has no such axis.
-            ins: how the operands lie.
+            eqn: the equation, at least one of whose results has the examples' axis.
+            axis: the examples' axis in this result; None if this result has no such axis.
+            ins: how the operands depend on the examples.
         """
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
-        # To cut a slice out of random numbers, their equation is rewritten. This is
+        # To take a slice of random numbers, the equation that draws them is rewritten. This is
         # impossible inside a function with a derivative rule.
         fixed = self._in_rule and name in GENERATORS
         is_numbered = name != "iota" or eqn.params["dimension"] == axis
         if axis is None or (fixed and is_numbered):
-            raise self.refused(eqn, "draws numbers for each example inside of a rule")
+            raise self.refused(
+                eqn,
+                "makes numbers for each example inside a derivative rule, or beside another result",
+            )
         if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
             raise self.refused(
-                eqn, "makes values for each example in a way that jvpipe does not know"
+                eqn, "makes values for each example in a way for which jvpipe has no rule"
             )
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result lies if no operand has a part for each example."""
+        """Returns how a result depends on the examples if no operand has the examples' axis."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
         is_remembered = eqn.outvars[0] in self.remembered
-        # Slices amend only the equations of the loss itself, none inside loops and calls.
+        # Slices change only the equations of the loss itself, and not those inside loops and calls.
         if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
         self.amended[id(eqn)] = _IN_FIRST[lies.beside] if is_remembered else lies.beside
@@ -319,7 +329,7 @@ class Spreading:
 
         Args:
             eqn: the equation.
-            why: what it does, as the end of a sentence about it.
+            why: what the equation does, as the predicate of a sentence about it.
         """
         outer = self._outer or eqn
         named = f"'{(eqn if self._rule else outer).primitive.name}'"
@@ -329,13 +339,13 @@ class Spreading:
         return CoupledError.at(self.place_of(outer), reason)
 
     def inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
-        """Returns how the results of a body lie.
+        """Returns how the results of a body depend on the examples.
 
         Args:
             eqn: the loop or call that has the body.
             body: the body.
             small: the same body in the other trace.
-            ins: how the inputs of the body lie.
+            ins: how the inputs of the body depend on the examples.
         """
         flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in _RULES
         inner = replace(
@@ -363,8 +373,8 @@ class Spreading:
         Args:
             eqn: the equation with the rule.
             small: the same equation in the other trace.
-            ins: how its operands lie.
-            outs: how its results lie.
+            ins: how its operands depend on the examples.
+            outs: how its results depend on the examples.
         """
         flowing = [self._flows(v) for v in eqn.outvars]
         if not any(flowing):
@@ -374,7 +384,7 @@ class Spreading:
         try:
             fewer, _ = pullback(small, moving)
         except Exception as error:
-            why = f"takes no {self.fewer} examples: {type(error).__name__}: {error}"
+            why = f"does not take {self.fewer} examples: {type(error).__name__}: {error}"
             raise self.refused(eqn, f"has a derivative rule that {why}") from error
         inner = replace(
             self,
@@ -398,7 +408,7 @@ class Spreading:
         for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
             if not fits(inner.lies(a, b), cotangent(ins[i])):
                 raise inner.refused(
-                    eqn, f"gives operand {i} a cotangent that is not made of those of its examples"
+                    eqn, f"gives operand {i} a cotangent that slices cannot compute independently"
                 )
 
     def _flows(self, atom: Atom) -> bool:
@@ -413,7 +423,7 @@ def _is_inexact(atom: Atom) -> bool:
 
 
 def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
-    """Returns the variables that results are made of, the results included."""
+    """Returns the variables that results depend on, including the results."""
     reached = set(jaxprs.variables(results))
     for eqn in reversed(eqns):
         if not reached.isdisjoint(eqn.outvars):
@@ -422,5 +432,5 @@ def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
 
 
 def _undivided(lies: Lies) -> Lies:
-    """Forgets what a value was divided by: each body has an `Alike` of its own."""
+    """Removes the `divisor` of a value, which is a number in the `Alike` of one body only."""
     return replace(lies, divisor=None)

@@ -30,9 +30,9 @@ Tree = Any
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices(tuple[Any, ...]):
-    """The slices of a stack, which take the stack's place in a tree of parameters.
+    """The slices of a stack, which replace the stack in a tree of parameters.
 
-    The optimizer's state has `Slices`, too, in its parts that mirror the parameters.
+    The parts of the optimizer's state that mirror the parameters have `Slices`, too.
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
@@ -52,7 +52,11 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks among the parameters: the number of slices of each leaf; None for other leaves.
+    """The stacks among the parameters.
+
+    Attributes:
+        tree: the structure of the parameters.
+        lengths: for each leaf, the number of its slices; None if the leaf is not a stack.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
@@ -104,9 +108,9 @@ class Stacks:
         return tuple(map(is_named, paths))
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
-        """Returns the numbers of the leaves, after `split`, that patterns name.
+        """Returns the numbers of the leaves, counted after `split`, that patterns match.
 
-        If a pattern names a stack, these are the numbers of all its slices.
+        If a pattern matches a stack, it matches all slices of the stack.
 
         Args:
             patterns: patterns of the paths of the caller's parameters.
@@ -119,7 +123,7 @@ class Stacks:
     def join(
         self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)
     ) -> Tree:
-        """Joins a tree that `split` took apart, or one that mirrors it, as optimizer states do.
+        """Stacks the slices in a tree that `split` returned, or in an optimizer state like it.
 
         Args:
             tree: a tree with `Slices`.
@@ -134,16 +138,16 @@ class Stacks:
                 return part
             if len(set(map(jax.tree.structure, part))) > 1:
                 raise ValueError(
-                    "the optimizer keeps other arrays for some layers of a parameter that a scan "
-                    "stacks than for the rest, so they cannot be stacked: choose its masks and "
-                    "labels by path, not by layer or leaf number"
+                    "the optimizer keeps other arrays for some layers of a stacked parameter than "
+                    "for other layers, so the arrays cannot be stacked: choose the optimizer's "
+                    "masks and labels by path, not by layer or leaf number"
                 )
             return jax.tree.map(stack, *part)
 
         return jax.tree.map(joined, tree, is_leaf=_is_slices)
 
     def split_like(self, split: Tree, tree: Tree) -> Tree:
-        """Takes a joined tree apart again, the reverse of `join`.
+        """Splits a joined tree again; this is the inverse of `join`.
 
         Args:
             split: a tree with `Slices` in the same places as the result.
@@ -172,9 +176,9 @@ class Stacks:
 
 
 def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
-    """Returns the stacks among the parameters: leaves that are read only by scans over layers.
+    """Returns the stacks among the parameters: the leaves that only scans over layers read.
 
-    A scan may read the parameter itself or a cast of it.
+    A scan may also read a cast of the parameter.
 
     Args:
         loss: the traced loss.
@@ -207,7 +211,7 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
     """Tells whether a scan's iterations do heavy work, such as products, with slices of parameters.
 
-    A scan over time does not: each of its iterations reads whole parameters.
+    The iterations of a scan over time do not, because each of them reads whole parameters.
     """
     body = eqn.params["jaxpr"]
     flat = flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr

@@ -1,4 +1,4 @@
-"""The structure of equations: a hashable value by which equal computations are recognized."""
+"""Makes hashable values by which equal lists of equations are recognized."""
 
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from jvpipe.trace.pullbacks import pullback
 
 
 class Structure:
-    """A hashable value that remembers its hash."""
+    """A hashable value that stores its hash."""
 
     __slots__ = ("_hash", "_value")
 
@@ -36,7 +36,7 @@ class Structure:
             return True
         if not isinstance(other, Structure):
             return False
-        # Values are large, so their hashes, which usually differ if the values do, come first.
+        # Values are large, so hashes are compared first. They usually differ if the values do.
         return self._hash == other._hash and self._value == other._value
 
 
@@ -47,22 +47,22 @@ def structure(
     *,
     rules: bool = True,
 ) -> Structure:
-    """Returns a value that two lists of equations share only if they are equal programs.
+    """Returns a value that is equal for two lists of equations only if they are equal programs.
 
-    The names of variables do not count: variables are numbered in order of appearance. A custom
-    derivative is compared by what its rule computes. Values that cannot be compared are equal only
-    to themselves. So equal programs may get different structures, but different programs never get
-    the same one.
+    The names of variables do not count, because variables are numbered in order of appearance. A
+    custom derivative is compared by the equations of its rule. Values that cannot be compared are
+    equal only to themselves. So equal programs may get different structures, but different programs
+    never get the same structure.
 
     Args:
         eqns: the equations, in order.
-        inputs: their free variables, in order.
-        outputs: their results, in order.
-        rules: whether to compare derivative rules, which forward-only programs do not need.
+        inputs: the free variables of the equations, in order.
+        outputs: the results of the program, in order.
+        rules: whether to compare derivative rules, which forward-only programs do not use.
     """
     numbers: dict[Var, int] = {}
 
-    # A variable is its number; where it first appears, also its shape and type.
+    # A variable is compared by its number, and at its first appearance also by shape and type.
     def number(var: Var) -> Hashable:
         if var in numbers:
             return numbers[var]
@@ -105,7 +105,7 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
 
 
 class _Identity:
-    """A value that cannot be compared, wrapped to be equal only to itself.
+    """Wraps a value that cannot be compared, so that it is equal only to itself.
 
     The wrapper keeps the value alive, so that no other object gets the same id.
     """
@@ -150,7 +150,7 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
     if isinstance(value, dict):
         items = ((str(k), comparable(v, rules=rules)) for k, v in value.items())
         return tuple(sorted(items))
-    if isinstance(value, (set, frozenset)):  # sorted, to be the same in every process
+    if isinstance(value, (set, frozenset)):  # sorted, because the order differs between processes
         members = (comparable(v, rules=rules) for v in value)
         return "set", tuple(sorted(members, key=repr))
     if isinstance(value, float):

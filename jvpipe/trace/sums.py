@@ -1,10 +1,10 @@
 """Moves sums over parameters, as in weight decay, to layers that read these parameters anyway.
 
-If the last layer made all such sums, it would have to read every parameter of the model.
+If the last layer computed all these sums, it would have to read every parameter of the model. For
+example, if w0 is a parameter of layer 0, and w1 of layer 1:
 
-    loss + sum(w0**2) + sum(w1**2)      w0 is a parameter of layer 0, w1 of layer 1: layer 0 makes
-                                        sum(w0**2), layer 1 makes sum(w1**2), and each sends one
-                                        number to the last layer
+    loss + sum(w0**2) + sum(w1**2)      layer 0 computes sum(w0**2), layer 1 computes sum(w1**2),
+                                        and each sends one number to the last layer
 """
 
 from collections import defaultdict
@@ -24,24 +24,24 @@ def settle_sums(
     outputs: Sequence[Var],
     loss_layer: int,
 ) -> tuple[Run, list[Run]]:
-    """Moves sums out of `floating` to the head of a run that reads their parameters anyway.
+    """Moves sums out of `floating` to the start of a run that reads their parameters anyway.
 
     Args:
         floating: the equations that each layer computes if it needs them.
         runs: the main equations of each layer.
         parameters: the variables of the parameters.
-        outputs: the results of the loss; the loss layer makes those that no run makes.
-        loss_layer: the number of the layer that makes the loss.
+        outputs: the results of the loss; the loss layer computes those that no run computes.
+        loss_layer: the number of the layer that computes the loss.
 
     Returns:
-        The floating equations that are left, and the runs with the sums.
+        The remaining floating equations, and the runs with the sums.
     """
     needing: defaultdict[Var, set[int]] = defaultdict(set)  # the layers that need each value
     for layer, run in enumerate(runs):
         yielded = outputs if layer == loss_layer else ()
         for v in [*free_variables(run), *yielded]:
             needing[v].add(layer)
-    # For each value, the layers that read it even if they make no sum.
+    # For each value, the layers that would need it even if no layer computed a sum.
     reading_anyway = defaultdict(set, {v: set(layers) for v, layers in needing.items()})
     for eqn in reversed(floating):
         if not _is_sum(eqn):
@@ -56,9 +56,8 @@ def settle_sums(
     for eqn in reversed(floating):
         layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
-            # For each parameter of the sum, `first` has the first layer that reads it
-            # anyway. The last layer in `first` makes the sum, if that layer comes before
-            # all that need the sum.
+            # `first` has, for each parameter of the sum, the first layer that reads it anyway. The
+            # last of these layers computes the sum, if it is before all layers that need the sum.
             never = len(runs)
             behind = summed[eqn.outvars[0]]
             first = [min(reading_anyway[p], default=never) for p in behind]
@@ -74,7 +73,7 @@ def settle_sums(
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation makes one number from an array."""
+    """Tells whether an equation computes a scalar from an array."""
     reads_array = any(_jax.aval(v).shape for v in eqn.invars)
     return reads_array and _jax.aval(eqn.outvars[0]).shape == ()
 
@@ -95,7 +94,7 @@ def _pass_on(
 def parameters_behind(
     floating: Sequence[JaxprEqn], parameters: Collection[Var]
 ) -> dict[Var, frozenset[Var]]:
-    """Returns for each value of floating equations the parameters that it is made of."""
+    """Returns the parameters that each result of floating equations depends on."""
     behind = {p: frozenset([p]) for p in parameters}
     for eqn in floating:
         operands = variables(eqn.invars)

@@ -1,9 +1,9 @@
-"""Finds which values made of sums and means over examples are again sums or means.
+"""Finds which values computed from sums and means over examples are again sums or means.
 
-Each replica of a stage has a slice of the micro-batch's examples. Sums and means follow
-from the slices' values. A sum is the sum of the slices' sums. A mean is the sum of the
-slices' means, each times the slice's share (its fraction of the examples). Below, `decay`
-depends on no example, `count` is a sum over examples, and `size` is the number of examples:
+Each replica of a stage has a slice of the micro-batch's examples. Sums and means can be computed
+from the slices' values: a sum is the sum of the slices' sums, and a mean is the sum of the slices'
+means, each times the slice's share (its fraction of the examples). Below, `decay` depends on no
+example, `count` is a sum over examples, and `size` is the number of examples:
 
     2 * sum(x), sum(x) + sum(y)          sums
     mean(x) + decay                      a mean: shares of decay add up to decay
@@ -15,13 +15,13 @@ A count of items, such as tokens, may be zero in a slice, though not in the whol
 
 - In sum(x) / count, a slice without items would divide zero by zero, so its divisor becomes one. If
   only the count is zero, because it adds up weights of both signs, the result is NaN.
-- If the count is a whole number, max(count, 1) differs from it only where there are no items. So a
-  slice uses its count as it is.
-- If the count adds up fractional weights, it may lie between zero and one, where max(count, 1) is
-  another value. Slices cannot make that value, so it counts as mixed.
+- If the count is a whole number, max(count, 1) differs from it only if there are no items. So a
+  slice uses its count itself in place of max(count, 1).
+- If the count adds up fractional weights, it may be between zero and one, so max(count, 1) may
+  differ from it. Slices cannot compute this maximum, so it counts as mixed.
 
-A value that no rule recognizes counts as mixed, too. So a missing rule can only refuse a
-loss. A rule that took another value for a sum or a mean would give wrong results.
+A value that no rule recognizes counts as mixed, too. So if a rule is missing, some losses are
+refused. But a rule that mistakes another value for a sum or a mean gives wrong results.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,7 +63,7 @@ _LINEAR = (
 )
 """Primitives that are linear in their operand."""
 _ZERO_OF_ZERO = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "neg", "copy")
-"""Primitives whose result counts as zero if their operand does."""
+"""Primitives whose result counts as zero if their operand counts as zero."""
 
 
 class Beside(StrEnum):
@@ -71,31 +71,31 @@ class Beside(StrEnum):
 
     LEFT = "left"  # the left operand, which is added to a sum, is multiplied by the slice's share
     RIGHT = "right"  # the same with the right operand
-    DIVISOR = "divisor"  # the divisor becomes one where it and the dividend are zero
-    GUARD = "guard"  # max(count, bound) becomes the count, even if that is below the bound
+    DIVISOR = "divisor"  # the divisor becomes one if it is zero
+    GUARD = "guard"  # max(count, bound) becomes the count, even if the count is below the bound
     FIRST_LEFT = "first left"  # only the first slice adds the left operand: integers stay exact
     FIRST_RIGHT = "first right"  # the same with the right operand
 
 
 @dataclass(frozen=True, slots=True)
 class Lies:
-    """How a value lies over the examples.
+    """How a value depends on the examples of a micro-batch.
 
     Attributes:
-        over: whether the value has a part for each example along an axis, is a sum, a mean or
+        over: whether the value has a part for each example along an axis, is a sum, is a mean, is
             mixed, or depends on no example.
-        axis: the axis of the examples, if the value lies along one; else -1.
-        roots: the reductions over examples that the value was made of.
+        axis: the examples' axis; -1 if the value has no such axis.
+        roots: the reductions over examples that the value depends on.
         power: p, if the value, or each example's part of it, has the factor n^p, where n is
             the number of examples. In a slice, n is the number of the slice's examples.
         divisor: if the value is a sum divided by a count, the number that `Alike` gives the count.
-        beside: how slices must change the value's equation, so that the value lies as stated; None
-            if they need not.
+        beside: how slices must change the equation that makes the value, so that `over` holds for
+            their results; None if the equation stays.
         open: the batch-norm statistics by which the value is centered but not yet scaled
             (`jvpipe.trace.normalized`).
-        is_scale: whether the value is a scale: multiplying by it closes open statistics.
-        excess: p, if the value is a sum over examples times n^p.
-        is_zero: whether the value is zero for any batch; a zero fits every `over`.
+        is_scale: whether the value is a scale of a batch norm; a product with it closes statistics.
+        excess: p, if the value is a sum over examples, times n^p.
+        is_zero: whether the value is zero for any batch; a zero may count as any `over`.
     """
 
     over: Over
@@ -116,7 +116,7 @@ class Lies:
 
     @property
     def reduced(self) -> bool:
-        """Whether the value was made of several examples and has no part for each."""
+        """Whether the value depends on several examples and has no part for each of them."""
         return self.over in (Over.SUM, Over.MEAN, Over.MIXED)
 
 
@@ -125,7 +125,7 @@ ZERO = Lies(Over.NONE, is_zero=True)
 
 
 def roots_of(values: Iterable[Lies]) -> frozenset[Var]:
-    """Returns the reductions that values were made of."""
+    """Returns the reductions that values depend on."""
     return frozenset[Var]().union(*(x.roots for x in values))
 
 
@@ -135,14 +135,14 @@ def open_of(values: Iterable[Lies]) -> frozenset[Var]:
 
 
 def counted(power: int) -> Lies:
-    """Returns how a power of the number of examples lies."""
+    """Returns the `Lies` of a power of the number of examples."""
     if not power:
         return NONE
     return Lies(Over.SUM if power == 1 else Over.MIXED, power=power)
 
 
 def summed_axes(power: int) -> Lies:
-    """Returns how a sum over n examples lies if each summand has the factor n^power."""
+    """Returns the `Lies` of a sum over n examples if each summand has the factor n^power."""
     match power:
         case 0:
             return Lies(Over.SUM)
@@ -153,12 +153,13 @@ def summed_axes(power: int) -> Lies:
 
 
 def makes_zero(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
-    """Tells whether a result is zero because operands are.
+    """Tells whether a result is zero because operands are zero.
 
     Args:
         eqn: the equation that makes the result.
-        ins: how its operands lie.
-        in_rule: whether the equation is in a derivative rule. Only there a product counts.
+        ins: how its operands depend on the examples.
+        in_rule: whether the equation is in a derivative rule; only there, a product may count as
+            zero.
     """
     name = eqn.primitive.name
     if name == "mul" and in_rule:
@@ -171,10 +172,10 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
 
     Args:
         eqn: an equation with an operand that has a part for each example.
-        ins: how its operands lie.
+        ins: how its operands depend on the examples.
 
     Returns:
-        None if the result depends on n in any other way.
+        The power p; None if the result depends on n in any other way.
     """
     name = eqn.primitive.name
     powers = [x.power for x in ins]
@@ -206,16 +207,16 @@ def reduced(
     *,
     in_rule: bool = False,
 ) -> Lies:
-    """Returns how the result of an equation lies if no operand has a part for each example.
+    """Returns how results depend on the examples if no operand has a part for each example.
 
     Args:
-        eqn: an equation with one result, or with several that lie alike.
-        ins: how its operands lie.
+        eqn: an equation whose results all depend on the examples in the same way.
+        ins: how its operands depend on the examples.
         alike: tells which operands are equal, and which are whole numbers.
-        in_rule: whether the equation is in a derivative rule. A `select_n` there selects
-            between cotangents, and its result lies as they do. A `select_n` in a loss
-            selects between values of the model state: its result is mixed, so the user says
-            how the leaf is reduced.
+        in_rule: whether the equation is in a derivative rule. A `select_n` there selects between
+            cotangents, and its result depends on the examples as they do. A `select_n` in a loss
+            often selects between values of the model state. Its result is mixed, so the user must
+            choose how the leaf is reduced.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -224,8 +225,8 @@ def reduced(
         return NONE
     if _rounds(eqn, alike):
         return Lies(Over.MIXED, roots=roots)
-    # If an equation is linear in the only operand that depends on examples, f(a + b) = f(a) + f(b):
-    # a sum stays a sum, and a mean stays a mean.
+    # If an equation f is linear in the only operand that depends on examples, f(a + b) is
+    # f(a) + f(b). So a sum stays a sum, and a mean stays a mean.
     is_linear = name in (*_LINEAR, *_PRODUCTS, "mul")
     is_linear_in_first = name in (*_PICKING, "div") and ins[0] in moving
     if len(moving) == 1 and (is_linear or is_linear_in_first):
@@ -255,7 +256,7 @@ def reduced(
 
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-    """Returns how a result made of several parts lies: as they do if they lie alike, else mixed."""
+    """Returns the `Lies` of a result made of several parts: mixed unless theirs are equal."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
         chosen = ins[1:]
@@ -293,7 +294,7 @@ def guarded(
 
     Args:
         eqn: the equation.
-        ins: how its operands lie.
+        ins: how its operands depend on the examples.
         alike: tells which operands are whole numbers.
     """
     operands = zip(eqn.invars, ins, strict=True)
@@ -307,7 +308,7 @@ def guarded(
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
-    """Returns how a sum of two values lies; None if slices' results do not determine it."""
+    """Returns the `Lies` of a sum of two values; None if slices' results do not determine it."""
     a, b = ins
     if a.is_zero or b.is_zero:
         return b if a.is_zero else a
@@ -315,20 +316,21 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     are_alike = (a.power, a.excess) == (b.power, b.excess)
     if are_alike and (a.is_count or a.excess):
         return replace(a, roots=frozenset())
-    # A value that depends on no example is the mean of itself, because slices' shares add up to 1.
+    # A value that depends on no example counts as a mean, because the slices' shares add up to 1.
     overs = {a.over, b.over}
     if overs <= {Over.MEAN, Over.NONE}:
         return Lies(Over.MEAN)
     if overs == {Over.SUM}:
         return Lies(Over.SUM)
     if Over.SUM in overs and overs <= {Over.SUM, Over.MEAN, Over.NONE}:
-        # All slices together must add the other operand once: each slice adds its share or,
-        # for integers, only the first slice adds it.
+        # All slices together must add the other operand once. So each slice adds its share of the
+        # operand or, for integers, only the first slice adds the operand.
         is_left = b.over is Over.SUM
         if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact):
             return Lies(Over.SUM, beside=Beside.LEFT if is_left else Beside.RIGHT)
         return Lies(Over.SUM, beside=Beside.FIRST_LEFT if is_left else Beside.FIRST_RIGHT)
-    # Two quotients by the same count, such as two terms of a loss, add up to such a quotient.
+    # Two quotients with the same count as divisor, such as two terms of a loss, add up to a
+    # quotient with this divisor.
     divisors = {x.divisor for x in ins if x.over is not Over.NONE}
     if len(divisors) == 1 and None not in divisors:
         return Lies(Over.MIXED, divisor=divisors.pop())
@@ -336,14 +338,14 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
 
 
 def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
-    """Returns how a product of two values lies; None if slices' results do not determine it.
+    """Returns the `Lies` of a product of two values; None if slices' results do not determine it.
 
     Args:
-        ins: how its operands lie.
+        ins: how its operands depend on the examples.
         numbers: the operands' numbers in `Alike`, which show whether one operand is the count that
             the other was divided by.
     """
-    # The operands may come in either order; n is the number of examples, c a count of the user's:
+    # The operands may be in either order; n is the number of examples, and c is another count:
     #
     #     sum * n^p -> n^p sum                  mean * n -> sum
     #     (n^k sum) * n^p -> n^(k+p) sum        (sum / c) * c -> sum
@@ -369,14 +371,14 @@ def _divided(
     *,
     is_scalar: bool,
 ) -> Lies | None:
-    """Returns how a quotient lies; None if slices' results do not determine it.
+    """Returns the `Lies` of a quotient; None if slices' results do not determine it.
 
     Args:
-        ins: how its operands lie.
+        ins: how its operands depend on the examples.
         divisor: the number of the divisor in `Alike`.
         is_scalar: whether the divisor is a scalar.
     """
-    # As in `_multiplied`, n is the number of examples and c a count of the user's:
+    # As in `_multiplied`, n is the number of examples, and c is another count:
     #
     #     n^p / n^q -> n^(p-q)    (n^k sum) / n -> n^(k-1) sum    sum / n -> mean    sum / c: below
     a, b = ins
@@ -386,8 +388,8 @@ def _divided(
         return summed_axes(a.excess - b.power)
     if a.over is Over.SUM and not a.power and b.is_count:
         return summed_axes(-b.power)
-    # A slice's count differs from the whole's, so this is mixed until it is multiplied by the same
-    # count, which makes it the sum again.
+    # A slice's count differs from the micro-batch's, so the quotient is mixed. But the product of
+    # the quotient and the same count is the sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
         return Lies(
             Over.MIXED,

@@ -7,21 +7,21 @@ _MOST_LETTERS = 200
 
 
 class _Brief(reprlib.Repr):
-    """Python's `reprlib`, which shortens long values, with each array as its type and shape."""
+    """Shortens long values as `reprlib` does, and writes each array as its type and shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The first line limits the elements shown of a container. The second limits the
-        # letters of a value that is not a container.
+        # The first line limits the number of elements of a container. The second limits the
+        # number of characters of any other value.
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
         self.maxstring = self.maxother = 80
 
     def repr1(self, x: Any, level: int) -> str:
-        """Writes the short form of a value, with at most `level` levels of nesting inside it."""
+        """Writes the short form of a value, and shows at most `level` levels of nesting in it."""
         shape = getattr(x, "shape", None)
         dtype = getattr(x, "dtype", None)
         is_array = dtype is not None and isinstance(shape, tuple)
-        # An array without axes is written as its number.
+        # An array without axes is written as a number.
         if not is_array or not shape:
             return super().repr1(x, level)
         axes = ", ".join(map(str, shape))

@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
-    """Aligns the columns of a table, whose first row holds the names of the columns.
+    """Aligns the columns of a table, whose first row has the column names.
 
     >>> print(columns([["stage", "on", "peak"], [0, "cpu:0", "3.00 MiB"], [1, "cpu:1", "12 B"]]))
     stage  on     peak
@@ -13,8 +13,8 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     1      cpu:1  12 B
     """
     texts = [list(map(str, row)) for row in rows]
-    # A row may be shorter than others. `zip_longest` fills its last columns with empty cells,
-    # and the `map` below stops where the row ends.
+    # Some rows may be shorter than others. For the widths, `zip_longest` adds empty cells to
+    # short rows. The `map` below stops at the last cell of each row.
     cells_below = zip_longest(*texts, fillvalue="")
     widths = [max(map(len, cells)) for cells in cells_below]
     lines = []

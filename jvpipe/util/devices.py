@@ -1,13 +1,13 @@
-"""Devices, groups of devices that act as one, and the places of arrays on them.
+"""Devices, groups of devices that act as one, and the shardings of arrays on them.
 
-How a group holds an array is written as a spec: for each dimension, the axes of the group along
-which the array is cut. An array of shape (4, 6) can lie in three ways on a group of two devices
-with the axis "x":
+A spec says how an array is cut over a group: it has, for each dimension of the array, the axes of
+the group along which the dimension is cut. If a group has two devices along the axis "x", an array
+of shape (4, 6) can have one of three specs:
 
     spec         each device has
     ()           the whole array
-    ("x",)       two rows of it
-    (None, "x")  three columns of it
+    ("x",)       two rows of the array
+    (None, "x")  three columns of the array
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 class DeviceGroup:
     """Several devices that act as one: a mesh with named axes, along which arrays may be cut.
 
-    Its properties are those of its first device, because all devices of a group are alike.
+    The properties of a group are those of its first device, because its devices are alike.
     """
 
     mesh: Mesh
@@ -51,7 +51,7 @@ class DeviceGroup:
 
     @property
     def process_index(self) -> int:
-        """The process that has all devices of the group."""
+        """The number of the process that has all devices of the group."""
         return self.first.process_index
 
     def memory_stats(self) -> dict[str, int] | None:
@@ -63,7 +63,7 @@ class DeviceGroup:
         return self.first.addressable_memories()
 
     def default_memory(self) -> Any:
-        """Returns the memory of the first device in which arrays lie by default."""
+        """Returns the default memory of the first device."""
         return self.first.default_memory()
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class DeviceGroup:
 if TYPE_CHECKING:
 
     class Device(Protocol):
-        """The members of `jax.Device`, which is only a variable to type checkers."""
+        """The members of `jax.Device`, which type checkers do not accept as a type."""
 
         @property
         def id(self) -> int:
@@ -92,11 +92,11 @@ if TYPE_CHECKING:
 
         @property
         def process_index(self) -> int:
-            """The process that has the device."""
+            """The number of the process that has the device."""
             ...
 
         def memory_stats(self) -> dict[str, int] | None:
-            """Returns the memory statistics; None if the device counts none."""
+            """Returns the memory statistics; None if the device does not report any."""
             ...
 
         def addressable_memories(self) -> list[Any]:
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
             ...
 
         def default_memory(self) -> Any:
-            """Returns the memory in which arrays lie by default."""
+            """Returns the memory in which the device puts arrays by default."""
             ...
 
 else:
@@ -132,7 +132,7 @@ def sharding_on(
     Args:
         device: a device or a group.
         spec: how the array is cut over a group.
-        memory_kind: the kind of memory; unless given, the device's default.
+        memory_kind: the kind of memory; None for the device's default.
     """
     if isinstance(device, DeviceGroup):
         return NamedSharding(device.mesh, PartitionSpec(*spec), memory_kind=memory_kind)
@@ -149,7 +149,7 @@ def placed(
     device: Device,
     spec: tuple[Any, ...] = (),
 ) -> jax.ShapeDtypeStruct:
-    """Returns a shape and type with a place on a device or over a group.
+    """Returns a shape and type with a sharding on a device or over a group.
 
     Args:
         like: the shape and type.
@@ -169,8 +169,8 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
 
     Args:
         device: a device or a group.
-        space: the kind of the memory, such as `pinned_host`. A device without such a memory copies
-            to its default one.
+        space: the kind of the memory, such as `pinned_host`. If the device has no such memory, its
+            default memory gets the copy.
     """
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = space if space in kinds else device.default_memory().kind
@@ -183,9 +183,9 @@ _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 @cache
 def is_plain(dtype: Any) -> bool:
-    """Tells whether NumPy holds arrays of a type as devices do.
+    """Tells whether arrays of a type have the same layout in NumPy as on devices.
 
-    Random keys and types smaller than a byte lie differently.
+    Random keys and types smaller than a byte have different layouts.
 
     >>> is_plain(np.dtype("float32")), is_plain(jax.numpy.dtype("int4"))
     (True, False)

@@ -1,4 +1,4 @@
-"""Imports optional packages: the error for a missing one says which extra of jvpipe installs it.
+"""Guards imports of optional packages; the error for a missing package names the extra to install.
 
 An extra is a named set of optional packages, such as `figures` in `pip install 'jvpipe[figures]'`.
 """

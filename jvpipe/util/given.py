@@ -1,6 +1,6 @@
 """Checks values that a user passes: flags, patterns, paths, addresses, fields and whole numbers.
 
-A number may be one of Python's types or of NumPy's.
+Numbers may be Python's or NumPy's.
 """
 
 import os
@@ -51,13 +51,13 @@ def check_callback(on_step: Any) -> None:
     """Raises ValueError unless `on_step` is None or a function that can be called after a step."""
     if on_step is None:
         return
-    # A class can be called, too, but the call would only make an object that nothing uses.
+    # A class is callable, but calling it would only make an object that nothing uses.
     if not callable(on_step) or isinstance(on_step, type):
         raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
 
 
 def checked_path(name: str, path: Any) -> Path:
-    """Returns a path that was given as a text or as a `pathlib.Path`; no file need exist there.
+    """Returns the `pathlib.Path` for a text or a path; the file need not exist.
 
     Args:
         name: the name of the argument or option, for the message.
@@ -134,7 +134,7 @@ def several(values: Any) -> list[Any] | None:
 def is_stream(values: Any) -> bool:
     """Tells whether a value can be iterated over.
 
-    An array without axes cannot: it has the method `__iter__`, but the method fails.
+    An array without axes cannot be iterated over: it has a method `__iter__`, which fails.
     """
     shape = getattr(values, "shape", None)
     return isinstance(values, Iterable) and shape != ()

@@ -1,4 +1,4 @@
-"""Finds the names that a user may have meant by a name that does not exist."""
+"""Suggests existing names in place of a name that does not exist."""
 
 import difflib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     """Writes the message for an unknown name.
 
     Args:
-        kind: what the name should name, such as "schedule".
+        kind: the kind of thing that the name stands for, such as "schedule".
         name: the unknown name.
         names: all names that exist.
 
@@ -33,8 +33,8 @@ def nearest(name: str, names: Sequence[str]) -> list[str]:
     >>> nearest("*/atention/*", names)[0]
     'blocks/0/attention/dot_0'
     """
-    # The matcher analyzes its second sequence `b` only once, and its first one at each
-    # comparison. So `b` is the name that all others are compared with.
+    # The matcher analyzes its second sequence, `b`, only once. So `b` is the name that all
+    # others are compared with.
     matcher = difflib.SequenceMatcher(b=name)
 
     def unlikeness(other: str) -> float:

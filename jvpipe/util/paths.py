@@ -12,7 +12,7 @@ import jax
 def path_name(path: Sequence[Any]) -> str:
     """Writes a key path as text, such as `blocks/0/kernel`.
 
-    A Flax variable adds `value` to the end of its path. The text leaves this last key out.
+    Flax variables add a last key `value` to their paths. The text omits this key.
 
     >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
     ['a/0', 'a/1']
@@ -23,9 +23,9 @@ def path_name(path: Sequence[Any]) -> str:
 def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
     """Writes the key paths of a tree as texts, all of them different.
 
-    A key may contain the separator, so two paths may have the same text. Then the keys of
-    all paths are escaped as in JSON pointers: ~1 stands for a separator inside a key, and
-    ~0 for a tilde.
+    If a key contains the separator, two paths may have the same text. In that case, the keys of
+    all paths are escaped as in JSON pointers: ~1 stands for a separator inside a key, and ~0 for
+    a tilde.
 
     Args:
         paths: the key paths of all leaves of a tree.

@@ -1,4 +1,4 @@
-"""Checks data that were read from a JSON file against a pattern, which looks like the data.
+"""Checks data from a JSON file against a pattern, which has the structure of the data.
 
     pattern                matches
     str, bool              a value of exactly that type
@@ -7,8 +7,8 @@
     {str: p}               a mapping with any names whose values all match p
     {"a": p, "b?": q}      a mapping with the name a, whose value matches p, and optionally with the
                            name b, whose value matches q; it has no other names
-    f                      data for which the function call f(where, data) raises no ValueError;
-                           `where` is the path of the data in the file (see `whole_in`)
+    f                      data for which the function f does not raise ValueError; it is called
+                           as f(where, data), where `where` is the path of the data in the file
 
 Here p and q are patterns, so patterns can be nested as deeply as the data are.
 """
@@ -74,7 +74,7 @@ def _compare_names(where: str, data: Any, pattern: dict[Any, Pattern]) -> None:
     patterns = {name.removesuffix("?"): value for name, value in pattern.items()}
     unknown = [name for name in data if name not in patterns]
     if unknown:
-        raise ValueError(f"{where} has an entry that is not known, {brief(unknown[0])}")
+        raise ValueError(f"{where} has an unknown entry, {brief(unknown[0])}")
     for name, value in data.items():
         compare(f"{where}.{name}", value, patterns[name])
 
@@ -101,11 +101,11 @@ def anything(where: str, data: Any, depth: int = 0) -> None:
     Args:
         where: the path of the data in the file, for the message.
         data: the data.
-        depth: how many lists and mappings are around the data.
+        depth: how many lists and mappings enclose the data.
     """
-    # The limit also keeps this recursion far from the depth at which Python's calls fail.
+    # The limit also keeps this recursion well below Python's recursion limit.
     if depth > _DEEPEST:
-        raise ValueError(f"{where} holds lists or mappings more than {_DEEPEST} deep")
+        raise ValueError(f"{where} has lists or mappings nested more than {_DEEPEST} deep")
     if isinstance(data, list | dict):
         elements = data.values() if isinstance(data, dict) else data
         for element in elements:
@@ -138,7 +138,7 @@ def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Patter
     """Returns a pattern that chooses between two patterns by a test of the data.
 
     Args:
-        test: tells whether data are checked by the first pattern.
+        test: tells whether the first pattern applies to the data.
         then: the first pattern, for data that pass the test.
         other: the second pattern, for all other data.
     """

@@ -1,16 +1,16 @@
-"""Replaces a file as a whole: however the process ends, the old or the new file is there."""
+"""Replaces a file atomically: even after a crash, the file has its old or its new content."""
 
 import os
 from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file by a text; makes the file if there is none."""
+    """Replaces the content of a file by a text; creates the file if it does not exist."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file by bytes; makes the file if there is none."""
+    """Replaces the content of a file by bytes; creates the file if it does not exist."""
     draft = path.with_name(path.name + ".draft")
     with draft.open("wb") as file:
         file.write(content)

@@ -9,7 +9,7 @@ _BINARY = {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
 _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
 GIB = 1024**3
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
-"""A number, and perhaps a unit behind it."""
+"""Matches a number with an optional unit after it."""
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 MOST_BYTES = 2**52
 """More bytes than any device has. Floats represent every whole number up to this one exactly."""
@@ -30,7 +30,7 @@ def parse_bytes(size: int | str | None) -> int | None:
     """
     if size is None:
         return None
-    # In Python, True and False are the integers 1 and 0, but as a size they are mistakes.
+    # In Python, True and False are also integers, but as a size they are mistakes.
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES:
         return size
     match = _SIZE.fullmatch(str(size))
@@ -44,7 +44,7 @@ def parse_bytes(size: int | str | None) -> int | None:
     if size_bytes > MOST_BYTES:
         raise ValueError(
             f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: "
-            "leave it out"
+            "give a smaller limit or none"
         )
     return int(size_bytes)
 
@@ -61,7 +61,7 @@ def parse_limits(
         The bytes of the limit or limits; None if there is no limit.
 
     Raises:
-        ValueError: a size is wrong, one of several sizes is None, or the sequence is empty.
+        ValueError: a size is wrong, or a sequence is empty or contains None.
 
     >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"])
     ((25769803776, 11811160064), (1000, 2000))

@@ -1,4 +1,4 @@
-"""The user's secret key, kept in the user's home: what it signs was made by this user."""
+"""Signs texts with a secret key in the user's home, to show later that this user signed them."""
 
 import hashlib
 import hmac
@@ -9,19 +9,20 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 _KEY_BYTES = 32
-"""The size of the key, which is that of a SHA-256 digest. A key of another size is not used."""
+"""The size of the key, equal to that of a SHA-256 digest. A key of another size is ignored."""
 
 
 def signature(text: str) -> str:
-    """Returns the HMAC of a text under the user's key; empty if there is no such key."""
+    """Returns the HMAC of a text under the user's key; an empty text if `_key` returns None."""
     key = _key()
     return "" if key is None else hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def _key() -> bytes | None:
-    """Returns the user's secret key, which the first call makes.
+    """Returns the user's secret key, which the first call creates.
 
-    Returns None if the key cannot be made, or if others may read or change it.
+    Returns None if the key cannot be created or read, has a wrong size, or is not private: only
+    this user may own, read and change it.
     """
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
@@ -36,10 +37,10 @@ def _key() -> bytes | None:
 
 
 def _make(path: Path) -> None:
-    """Makes the file of the key.
+    """Creates the key file.
 
-    The file gets its name only when it is complete. If two processes make a key at the same time,
-    the second link fails, and both use the first key.
+    The file gets its name only when it is complete. If two processes create a key at the same time,
+    the second link fails, and both processes use the first key.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=path.parent) as file:  # only its owner can read it

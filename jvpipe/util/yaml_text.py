@@ -1,4 +1,4 @@
-"""Reads YAML, and says which lines the names at the top level are in."""
+"""Reads YAML, and finds the line of each name at the top level."""
 
 import re
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 from jvpipe.util.extras import extra
 
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
-"""Matches numbers such as 1e-3. YAML 1.1 reads them as texts, because they have no point."""
+"""Matches numbers such as 1e-3, which YAML 1.1 reads as texts because they lack a decimal point."""
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
     r"""Reads a YAML document; returns its value, and the line of each name at the top level.
 
     Raises:
-        ValueError: the text is not YAML, or a mapping has a name twice; the message has the line.
+        ValueError: the text is not YAML, or a mapping has a name twice or a name that is not a
+            text. The message has the line, if the parser reports it.
 
     >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
     ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})
@@ -22,7 +23,7 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
         import yaml
 
     class Loader(yaml.SafeLoader):
-        # If a name is given twice, PyYAML would silently take its last value.
+        # If a mapping has a name twice, PyYAML would silently use the last value.
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             first: dict[str, int] = {}
             for name, _ in node.value:
@@ -32,8 +33,8 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
                 if name.value in first:
                     earlier = first[name.value]
                     raise ValueError(
-                        f"line {line}: {name.value} is in line {earlier} already: take one of "
-                        "them out"
+                        f"line {line}: {name.value} is in line {earlier} already: remove one of "
+                        "the two"
                     )
                 first[name.value] = line
             return super().construct_mapping(node, deep)

@@ -83,7 +83,7 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         (
             "a.yaml",
             "stages: 2\nseed: 1\nstages: 3",
-            "line 3: stages is in line 1 already: take one",
+            "line 3: stages is in line 1 already: remove one",
         ),
         ("a.yaml", "seed: 1\nset: {a: 1, a: 2}", "line 2: a is in line 2 already"),
         ("a.yml", "stages: 2\nbatchsize: 3", "line 2: unknown option 'batchsize': did you mean"),

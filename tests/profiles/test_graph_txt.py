@@ -76,7 +76,7 @@ def test_stale_edges_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     lines = [node(1), node(2), "\tnode1 -- node2", "\tnode2 -- node2", "\tnode1 -- node2"]
     costs = read_graph_txt(text(*lines), "graph.txt").costs
     assert caplog.messages == [
-        "graph.txt, line 4: the edge from node2 to itself is passed over: remove it"
+        "graph.txt, line 4: the edge from node2 to itself is ignored: remove it"
     ]
     assert [(edge.producer, edge.readers) for edge in costs.edges] == [(0, (1,))]
 

@@ -180,9 +180,9 @@ def test_what_is_no_key(rng: Any, message: str) -> None:
     [
         (
             {"w": PARAMS, "name": "block"},
-            "parameter 'name' is of type str, no array: keep it out of the parameters",
+            "parameter 'name' is of type str, which is not an array: keep it out of the parameters",
         ),
-        ({"w": PARAMS, "act": np.tanh}, "parameter 'act' is of type ufunc, no array"),
+        ({"w": PARAMS, "act": np.tanh}, "parameter 'act' is of type ufunc, which is not an array"),
         (jax.eval_shape(lambda: PARAMS), "parameter '0' is a shape: give an array"),
         ([], "the loss depends on no parameter: there is nothing to train"),
     ],
@@ -202,7 +202,7 @@ def test_parameters_that_are_gone() -> None:
 def test_a_model_state_that_nobody_carries() -> None:
     refused(
         lambda: pipeline().init(PARAMS, narrow(), None, {"n": 1.0}),
-        "the loss carries none: say has_state=True",
+        "the loss has none: set has_state=True",
     )
 
 
@@ -212,7 +212,7 @@ def test_a_model_state_that_nobody_carries() -> None:
         (
             lambda loss: (loss, {"name": "x"}),
             {"has_aux": True},
-            "leaf of aux 'name' is of type str, no array: return",
+            "leaf of aux 'name' is of type str, which is not an array: return",
         ),
         (
             lambda loss: (loss, jax.random.key(0)),
@@ -220,11 +220,11 @@ def test_a_model_state_that_nobody_carries() -> None:
             "leaf of aux '' is a key: return jax.random.key_data",
         ),
         (lambda loss: {"loss": loss}, {}, "the loss must be a scalar or jvpipe.Weighted, not dict"),
-        (lambda loss: (loss, 1), {}, "not tuple; say has_aux=True if it returns"),
+        (lambda loss: (loss, 1), {}, "not tuple; set has_aux=True if it returns"),
         (
             lambda loss: jvpipe.Weighted(loss, np.bool_(True)),
             {},
-            "must be a real number, not of type bool: of a mask, take the sum",
+            "must be a real number, not of type bool: if it is a mask, take its sum",
         ),
     ],
 )

@@ -33,7 +33,7 @@ def test_micro_batches_share_the_leading_axis() -> None:
     with pytest.raises(
         ValueError,
         match=r"3 micro-batches do not divide the 8 examples of batch leaf '\w+': the nearest that do are 2 and 4. "
-        r"Leave out the rest of an odd last batch \(drop_remainder=True in most loaders\), or pad it with .* weight 0",
+        r"Drop an incomplete last batch \(drop_remainder=True in most loaders\), or pad it with examples of weight 0",
     ):
         micro_batch_shapes(narrow(), 3)
     with pytest.raises(ValueError, match="the 8 examples of the only batch leaf: the nearest"):
@@ -130,7 +130,10 @@ def test_a_batch_leaf_of_any_type_reaches_its_layer(dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        ("train", "batch leaf 'extra' is of type str, no array: keep it out of the batch"),
+        (
+            "train",
+            "batch leaf 'extra' is of type str, which is not an array: keep it out of the batch",
+        ),
         (np.array(["a"] * 8), "batch leaf 'extra' is of type ndarray <U1, which no device has"),
         (np.array([None] * 8), "batch leaf 'extra' is of type ndarray object, which no device has"),
         (
@@ -143,7 +146,7 @@ def test_a_batch_leaf_of_any_type_reaches_its_layer(dtype: Any) -> None:
             "batch leaf 'extra' is a scalar: every leaf needs a leading batch axis, so let the "
             "loss capture it",
         ),
-        ([0.5] * 8, "batch leaf 'extra/0' is a scalar.*; make one array of a list of numbers"),
+        ([0.5] * 8, "batch leaf 'extra/0' is a scalar.*; convert a list of numbers to one array"),
     ],
 )
 def test_what_no_device_can_hold_is_named(leaf: Any, message: str) -> None:

@@ -261,7 +261,7 @@ def test_a_plan_for_other_layers_is_refused() -> None:
     plan = Plan.from_cuts([len(halves.graph.layers)], splits=halves.splits)
     with pytest.raises(ValueError, match="a plan with other layers needs a new pipeline"):
         pipe.migrate(state, plan)
-    with pytest.raises(ValueError, match="no inside of a layer"):
+    with pytest.raises(ValueError, match="not inside layers"):
         run(params, given, feed_forward, Plan.from_cuts([8], splits=(10**6,)))
 
 

@@ -72,12 +72,12 @@ KEPT: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
 REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
     "running sum": (lambda x: jnp.cumsum(x, 0), "from example to example"),
     "sorted": (lambda x: jnp.sort(x, 0), "sorts examples"),
-    "turned": (lambda x: jnp.flip(x, 0), "turns the examples"),
+    "turned": (lambda x: jnp.flip(x, 0), "reverses the examples"),
     "each with each": (lambda x: jnp.einsum("btd,ctd->bc", x, x), "every other"),
-    "behind merged": (lambda x: x.transpose(1, 0, 2).reshape(-1, D), "mixes the axis"),
+    "behind merged": (lambda x: x.transpose(1, 0, 2).reshape(-1, D), "mixes the examples' axis"),
     "transform": (lambda x: jnp.fft.fft(x, axis=0).real, "transforms over examples"),
     "half of them": (lambda x: x[: x.shape[0] // 2], "some of the examples"),
-    "one beside another": (lambda x: jnp.concatenate([x, x], 0), "beside others"),
+    "one beside another": (lambda x: jnp.concatenate([x, x], 0), "concatenates along the examples"),
     "a window": (
         lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 1, 1), (1, 1, 1), "SAME"),
         "several examples",

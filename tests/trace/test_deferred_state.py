@@ -226,10 +226,13 @@ def untouched(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        (with_largest, "'mean' .* also of its examples by reduce_max"),
-        (masked, "'variance' .* other sums over its examples than those of values and of"),
-        (crossed, "'mean' .* made of parameters, or of other leaves of the model state"),
-        (untouched, "'mean' is made of no sum over examples; 'variance' comes .* by reduce_max"),
+        (with_largest, "'mean' .* also of single examples through reduce_max"),
+        (masked, "'variance' .* also of sums over examples other than those of values and of"),
+        (crossed, "'mean' .* also of parameters, or of other leaves of the model state"),
+        (
+            untouched,
+            "'mean' is not made of sums over examples; 'variance' depends .* through reduce_max",
+        ),
     ],
 )
 def test_what_cannot_be_put_off_is_refused_with_the_reason(rule: Rule, why: str) -> None:

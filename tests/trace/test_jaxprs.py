@@ -202,7 +202,7 @@ def test_a_derivative_that_closes_over_what_was_traced_is_refused() -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"closes over a value that was traced.*pass the value as an argument, or make",
+        match=r"closes over a value of an earlier trace.*pass the value as an argument, or make",
     ):
         shape_of(masked, X)
 

@@ -102,5 +102,5 @@ def test_a_split_is_found_again_by_its_place() -> None:
 def test_places_that_are_in_no_layer_are_refused() -> None:
     whole = blocks()
     for wrong in ([0], [10**6], [whole.cuts[0]], [whole.cuts[0] + 1] * 2):
-        with pytest.raises(ValueError, match="no inside of a layer"):
+        with pytest.raises(ValueError, match="not inside layers"):
             split_as_planned(whole, wrong)

@@ -39,11 +39,12 @@ def test_shapes_have_the_types_of_a_device() -> None:
 def test_a_leaf_that_is_no_array_is_named_with_the_cure() -> None:
     with pytest.raises(
         ValueError,
-        match=r"parameter 'act' is of type function, no array: .*eqx.partition\(model, eqx",
+        match=r"parameter 'act' is of type function, which is not an array: .*eqx.partition\(model, eqx",
     ):
         abstract({"w": np.zeros(2), "act": lambda x: x})
     with pytest.raises(
-        ValueError, match=r"leaf of the model state '1' is of type str, no array: keep it out"
+        ValueError,
+        match=r"leaf of the model state '1' is of type str, which is not an array: keep it out",
     ):
         abstract([np.zeros(2), "a"], "leaf of the model state")
     with pytest.raises(ValueError, match="the only batch leaf is of type str"):

@@ -63,7 +63,7 @@ def test_layers_that_would_have_other_parameters_are_refused() -> None:
     present = traced(shorter, 4)
     split = split_before_a_product(present)
     for model, message in (
-        (present, "its layers have other parameters"),
+        (present, "its layers read other parameters"),
         (split, "it has 4 products, not 6"),
     ):
         with pytest.raises(OtherLayersError, match=message):

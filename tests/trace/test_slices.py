@@ -197,10 +197,14 @@ def test_a_loss_that_slices_do_not_make_is_refused_with_the_cure() -> None:
         return batch["x"] @ params[0]["w"] @ params[1]["w"]
 
     refused(
-        lambda p, b, _: jnp.max(made(p, b)), "layer 1 makes, .* a mean or a sum over its examples"
+        lambda p, b, _: jnp.max(made(p, b)),
+        "layer 1 computes, .* a mean or a sum over its examples",
     )
     refused(lambda p, b, _: jnp.sum(made(p, b)) / jnp.sum(b["y"]), "jvpipe.Weighted")
-    refused(lambda p, b, _: Weighted(jnp.mean(made(p, b)), jnp.float32(1.0)), "both parts sums")
+    refused(
+        lambda p, b, _: Weighted(jnp.mean(made(p, b)), jnp.float32(1.0)),
+        "a jvpipe.Weighted of two sums over examples",
+    )
     refused(
         lambda p, b, _: (jnp.mean(made(p, b)), [jnp.max(b["y"])]), "leaf .0. of aux", has_aux=True
     )
@@ -225,4 +229,4 @@ def test_a_loss_that_is_another_on_one_of_the_slices_is_refused() -> None:
         x = batch["x"] @ params[0]["w"] @ params[1]["w"]
         return jnp.mean(x**2) * (5.0 if x.shape[0] == 3 else 1.0)
 
-    refused(loss_fn, "cannot be made of those of slices", sizes=(2, 3))
+    refused(loss_fn, "cannot be computed from .* slices", sizes=(2, 3))

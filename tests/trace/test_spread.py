@@ -146,16 +146,16 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
         lambda x: jax.lax.scan(lambda h, y: (h + y, h), x[:1, 0].sum(0), x[:, 0])[1],
         "examples",
     ),
-    "noise in a rule": (noise, "inside of a rule"),
+    "noise in a rule": (noise, "inside a derivative rule"),
     "a loop for each": (
         lambda x: jax.lax.fori_loop(0, x.shape[0], lambda i, y: jnp.sin(y), x),
-        "as the number of|as its",
+        "depends on the number of|as its",
     ),
     "a loop until all are small": (
         lambda x: jax.lax.while_loop(lambda y: jnp.max(y) > 1.0, lambda y: y / 2, x),
         "branches on its examples",
     ),
-    "a power": (lambda x: x ** x.shape[0], "as the number of examples says"),
+    "a power": (lambda x: x ** x.shape[0], "depends on the number of examples"),
     "a branch by the examples": (
         lambda x: jax.lax.cond(jnp.max(x) > 0, jnp.sin, jnp.cos, x),
         "branches on its examples",
@@ -249,11 +249,11 @@ def test_a_batch_norm_divides_what_it_has_centered() -> None:
     assert spread(centered, lambda outs: outs[1:])[0].open
     for name, by in (("tanh", jnp.tanh), ("div", lambda less: 1 / less)):
         with pytest.raises(
-            CoupledError, match=f"'{name}' goes on from examples less what was made of several"
+            CoupledError, match=f"'{name}' reads examples from which a statistic of several"
         ):
             spread(partial(bent, by), lambda outs: outs[1:])
 
 
 def test_a_loss_that_is_another_program_at_another_size_is_refused() -> None:
-    with pytest.raises(CoupledError, match="another program on 2 examples than on 6"):
+    with pytest.raises(CoupledError, match="other operations on 2 examples than on 6"):
         spread(lambda x: jnp.sin(x) if x.shape[0] > 2 else jnp.cos(x))
