@@ -83,7 +83,7 @@ def test_few_microbatches_of_a_graph_file_are_warned_of(
         ),
         (
             ("--schedule", "zb-v", "--stages", "3"),
-            "a vee has two chunks per device: use fewer devices",
+            "this schedule has two chunks per device. Use fewer devices",
         ),
     ],
 )
