@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_with_the_cure(
         ({".*/bias": UP}, r"has 2 entries, but parameter '0/bias' has 1"),
         (
             {".*/odd": PartitionSpec("model")},
-            r"cuts 3 of parameter '0/odd', whose shape is \[3\], in 2 parts",
+            r"cannot cut a dimension of size 3 of parameter '0/odd', whose shape is \[3\], into 2 equal parts",
         ),
     ],
 )
