@@ -8,7 +8,7 @@ from jvpipe.util.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CompiledStage:
-    """The bytes of a stage as planned and as compiled. Stages that share a device are one entry.
+    """The bytes of a stage as planned and as compiled; stages on one device are counted together.
 
     Attributes:
         target: the accelerator for which the stage was compiled.

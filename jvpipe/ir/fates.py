@@ -36,7 +36,7 @@ class Fates:
         recomputed: the layers whose forwards run once more, before a backward that reads
             their outputs.
         away: the edges that go to the host until the backward.
-        dropped: the edges that their stage recomputes.
+        dropped: the edges that are recomputed for the backward.
     """
 
     kept: tuple[frozenset[str], ...]
@@ -141,7 +141,7 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
 def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
     """Finds the fates of the edges that a plan names; names of candidates are skipped.
 
-    Raises ValueError as `Fates.of` says.
+    Raises ValueError as described in `Fates.of`.
     """
     fates: dict[Edge, Fate] = {}
     for s, stage in enumerate(plan.stages):

@@ -50,7 +50,7 @@ FATES: dict[Fate, FateInfo] = {
 }
 """The properties of each fate; docs/adding_a_fate.md lists what else a new fate changes."""
 STATE_FATES = tuple(fate for fate, info in FATES.items() if info.saved)
-"""The fates of the optimizer's state. It cannot be recomputed, because no forward makes it."""
+"""The fates of the optimizer's state, which cannot be recomputed, because no forward makes it."""
 MOST_LAYERS = 1_000_000
 """The largest number of layers that is accepted from a user. No model has so many layers."""
 
@@ -207,8 +207,8 @@ class Plan:
     def with_schedule(self, schedule: str) -> "Plan":
         """Returns the plan for a given schedule.
 
-        If it differs from the plan's present schedule, the plan's task lists are dropped, because
-        they belong to the present one.
+        If the schedule differs from that of the plan, the plan's task lists are dropped, because
+        they belong to its old schedule.
         """
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 

@@ -44,7 +44,7 @@ class Use:
 def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
     """Lists the uses of a synchronous step.
 
-    All micro-batches read version 0, and one update makes version 1.
+    All micro-batches read version 0, and each layer's update makes version 1.
 
     Args:
         layers: the number of layers.

@@ -52,7 +52,7 @@ class BufferTable:
         Args:
             value: the value.
             place: where the copy lies.
-            size: of the copy, in bytes.
+            size: the bytes of the copy.
             copy: which of the value's copies at the place.
         """
         spot = Spot(value, place, copy)
@@ -78,7 +78,7 @@ class BufferTable:
         Args:
             value: the value.
             place: where the copy lies.
-            size: of the copy, in bytes.
+            size: the bytes of the copy.
             copy: which of the value's copies at the place.
         """
         self.ids.pop(Spot(value, place, copy), None)

@@ -188,7 +188,7 @@ class Carrier(BufferTable):
         if b is not None and is_away == (self.spots[b].copy is Copy.AWAY):
             return b
         source = self.holder(value) if b is None else target
-        assert source is not None, f"{value} lies nowhere"
+        assert source is not None, f"no place has {value}"
         b = self.current[value, source]
         info = VALUES[value.kind]
         size = self.buffers[b].bytes
@@ -291,7 +291,7 @@ class Carrier(BufferTable):
                 case ValueKind.STATE:
                     pass
                 case _:
-                    raise AssertionError(f"{buffer.value} does not lie on the devices at rest")
+                    raise AssertionError(f"{buffer.value} is not state between steps")
         self.enter(before)
 
     def commit(self) -> None:

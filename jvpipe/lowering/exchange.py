@@ -184,7 +184,7 @@ class Exchange(ReplicaParts):
                         readers = layers if examples is None else elsewhere
                         direct += self.to_all_replicas(value, readers)
                 case _:
-                    raise AssertionError(f"nobody says where {value} goes to")
+                    raise AssertionError(f"the target of {value} is not defined")
         if examples is not None:  # losses are summed at the place of the first replica
             for write in op.writes:
                 if write.value.kind is ValueKind.LOSS:
@@ -252,7 +252,7 @@ class Exchange(ReplicaParts):
         array = self.graph.tensors[part.index].array
         spread = self.spread(part)
         first = self.whole(examples).start
-        rows = array.shape[spread.axis] // self.graph.examples  # of the axis, per example
+        rows = array.shape[spread.axis] // self.graph.examples  # along the axis, per example
         start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
         write = Write(part, self.part_bytes(part, array.bytes, part.examples))
         run = SliceRun(

@@ -38,7 +38,7 @@ def live(
     """Makes a step of rows, in which the last row that touches a buffer frees it.
 
     Args:
-        rows: in the order of their dispatch.
+        rows: the rows in the order of their dispatch.
         buffers: the table of all buffers; rows refer to buffers by their positions.
         persistent: how many buffers exist before the step; they are the first of the table.
         final: the buffers that hold the state after the step, in the order of the persistent ones.
@@ -70,7 +70,7 @@ def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
     A buffer that no row touches is never freed. To free it, a pass adds a DROP row that touches it.
 
     Args:
-        rows: in the order of their dispatch.
+        rows: the rows in the order of their dispatch.
         lasting: the buffers that no row may free.
     """
     ending: dict[int, list[int]] = {}

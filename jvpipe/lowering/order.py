@@ -252,7 +252,7 @@ class Waits:
             case Kind.U:
                 return  # an update follows its stage's backward in the list
             case _:
-                raise AssertionError(f"nobody says what {task} waits for")
+                raise AssertionError(f"the tasks that {task} waits for are not defined")
 
     def _state_writers(self, s: int, m: int) -> Iterator[Task]:
         """Yields the forwards of micro-batch m - 1 that write model state which stage s reads."""

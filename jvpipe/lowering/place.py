@@ -130,7 +130,7 @@ class Placer(Carrier):
         if KINDS[op.kind].gathers and info.gathered:
             place = self.where.of(value.layer, value.examples)
             source = self.holder_near(value, place)
-            assert source is not None, f"{value} lies nowhere"
+            assert source is not None, f"no place has {value}"
             return self.send(value, source, here, value.layer, m)
         return self.bring(value, here, layer, m)  # the value belongs to the layer
 

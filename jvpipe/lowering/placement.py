@@ -122,10 +122,10 @@ class Placement:
     def lasting(self) -> tuple[Buffer, ...]:
         """The buffers that exist between steps. They hold:
 
-            parameters       a copy at each place that reads one
+            parameters       a copy at each place that has a reader
             optimizer state  at the replica that updates the layer, or on that replica's host
             model state      a copy at each place that `holding` returns
-            constants        a copy at each place that reads one
+            constants        a copy at each place that has a reader
 
         Optimizer state that belongs to no parameter, such as a count of steps, has a copy for each
         layer, so that a layer can move with its own copy. A step begins with these buffers, in this

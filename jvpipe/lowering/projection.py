@@ -59,8 +59,8 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
     """Returns a row in the form in which its process runs it, or no row.
 
-    FREE waits for a copy and then ends the buffer that was copied. If the copy went to another
-    process, a receipt has already waited for it. The FREE then becomes a DROP, which only ends the
+    FREE waits for a copy and then frees the buffer that was copied. If the copy went to another
+    process, a receipt has already waited for it. Then FREE becomes DROP, which only frees the
     buffer.
 
     Args:

@@ -56,7 +56,7 @@ class ReplicaParts:
             ):
                 return value._replace(examples=examples)
             case _:
-                raise AssertionError(f"nobody says how replicas share {value}")
+                raise AssertionError(f"how replicas share {value} is not defined")
 
     def spread(self, value: Value) -> Spread:
         """Tells how an edge, its cotangent or a leaf of aux depends on the examples.
@@ -81,7 +81,7 @@ class ReplicaParts:
             ):
                 return Spread(Over.MIXED)
             case _:
-                raise AssertionError(f"nobody says how {value} lies over examples")
+                raise AssertionError(f"how {value} depends on examples is not defined")
 
     def part_bytes(self, value: Value, size: int, examples: Slice) -> int:
         """Returns the bytes of the part of a value that belongs to some examples.

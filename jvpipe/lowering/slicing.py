@@ -84,7 +84,7 @@ class Slicing(Exchange):
                     examples = self.where.slices(op.layer)[replica]
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
-                raise AssertionError(f"nobody says how replicas share {op.kind}")
+                raise AssertionError(f"how replicas share {op.kind} is not defined")
 
     def reduced(self, layers: Sequence[int]) -> Iterator[Operation]:
         """Yields the operations that add up the gradients of a stage's replicas, last layer first.

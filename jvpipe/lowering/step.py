@@ -3,7 +3,7 @@
     order        one list of tasks for all stages                     (order.py)
     expand       a task becomes the operations of its layers          (expand.py)
     slice        an operation becomes one for each replica            (slicing.py, with replicas)
-    place        operations become rows and copies on places          (place.py)
+    place        operations become rows at places, with copies        (place.py)
     swap         swapped values leave the device and come back        (swap.py)
     prefetch     copies of optimizer state overlap with work          (prefetch.py)
     liveness     each buffer is freed at its last row                 (liveness.py)
@@ -257,7 +257,7 @@ def lower_evaluation(
 
     Args:
         graph: the layers.
-        plan: where they run.
+        plan: the plan that says where the layers run.
         optimizer: the update, whose state stays in memory during the evaluation.
         microbatches: the number of micro-batches of the batch.
         batching: how the values that replicas exchange depend on the examples. None if replicas do

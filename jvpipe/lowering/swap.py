@@ -126,7 +126,7 @@ class _Swaps:
             case Kind.I:
                 pass
             case _:
-                raise AssertionError(f"nobody says what is swapped after {task}")
+                raise AssertionError(f"the values to swap after {task} are not defined")
 
     def redirected(self, row: Row) -> Row:
         """Returns a row that reads the copies that came back, instead of the swapped buffers."""
@@ -200,7 +200,7 @@ class _Swaps:
         """Makes a row of a swap, at the place of the buffer.
 
         Args:
-            kind: of the row.
+            kind: the kind of the row.
             forward: the forward that has left the set.
             b: the buffer that is swapped.
             reads: the buffers that the row reads.

@@ -126,7 +126,7 @@ def settle(placer: Placer, plan: Plan) -> None:
             case ValueKind.PARAMETER | ValueKind.OPTIMIZER | ValueKind.STATE:
                 pass  # the tasks of its layer move it
             case _:
-                raise AssertionError(f"{value} does not lie on the devices between steps")
+                raise AssertionError(f"{value} is not state between steps")
 
 
 def refresh(placer: Placer, newest: Sequence[int]) -> None:

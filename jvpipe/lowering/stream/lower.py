@@ -133,7 +133,7 @@ class StreamLowering:
 class _Unrolling:
     """The passes of lowering over the first steps of a stream.
 
-    `_place_steps` fills these lists, by which the rows are later cut into steps:
+    `_place_steps` collects these data, by which the rows are later cut into steps:
 
         blocks    the numbers of the blocks at which steps begin, then the number of all blocks
         spots     for each of these blocks, the names of all buffers before it

@@ -8,8 +8,8 @@ rows of a stage, first with the numbers of the stream, then with the numbers of 
 
 A step begins with the buffers that the step before it left in flight. Buffers get new numbers in
 each step, too: first those in flight, in the order of their names, then the others in the order in
-which rows touch them. So two steps that do the same compare equal. Only steps that differ have to
-be lowered: two in this drawing.
+which rows touch them. So two steps that do the same compare equal. Only steps that differ are
+kept: two in this drawing.
 """
 
 from collections.abc import Mapping, Sequence
