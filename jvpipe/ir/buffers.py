@@ -1,7 +1,7 @@
 """The buffer table: every array of a step, with the value that it holds, its size and its place.
 
-A place is the number of a device, or of a mesh of devices. The peak of a memory follows
-from the rows and this table, before anything runs.
+A place is the number of a device, or of a mesh of devices. The rows and this table determine the
+peak use of each memory before anything runs.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from jvpipe.ir.values import VALUES, Owner, Value, ValueKind
 HOST = -1
 """The number of the host's memory.
 
-It is -1 because the host's element is the last in lists that have an element for each memory.
+It is -1, so that it selects the last element of a list with one element per memory.
 """
 
 
@@ -73,7 +73,7 @@ class Spot(NamedTuple):
     copy: Copy = Copy.OWN
 
     def shifted(self, microbatches: int, versions: int) -> "Spot":
-        """Names the same copy some micro-batches and versions later in a stream."""
+        """Names the corresponding copy some micro-batches and versions later in a stream."""
         return Spot(self.value.shifted(microbatches, versions), self.place, self.copy)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class Lowered:
 
     Attributes:
         rows: the rows.
-        buffers: the table of buffers; rows name a buffer by its position.
+        buffers: the table of buffers; rows refer to a buffer by its position.
         persistent: how many buffers exist before the step. They are the first of the table,
             and hold the state: parameters, optimizer state and so on.
         final: the buffers that hold the state after the step, in the order of the
@@ -140,9 +140,9 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that a memory holds in a step, and when.
+    """The largest number of bytes that a memory holds during a step.
 
-    `row` is the row that runs then; None if the peak is before the first row. `holders` are
+    `row` is the row that runs at the peak; None if the peak is before the first row. `holders` are
     pairs of an account and its bytes, the largest first.
     """
 
@@ -151,7 +151,7 @@ class Peak:
     holders: tuple[tuple[str, int], ...]
 
     def beside(self, owner: str, size: int) -> "Peak":
-        """Returns the peak with additional bytes, whose account comes first.
+        """Returns the peak with additional bytes; their account comes first among the holders.
 
         Args:
             owner: the account to which the bytes are added.

@@ -1,4 +1,4 @@
-"""The bytes of a plan's stage as an accelerator's compiler counts them, beside the planned ones."""
+"""The memory of a stage, as the plan estimates it and as an accelerator's compiler reports it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,17 +8,17 @@ from jvpipe.util.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CompiledStage:
-    """A stage's bytes as planned and as compiled. Stages that share a device count together.
+    """The bytes of a stage as planned and as compiled; stages on one device are counted together.
 
     Attributes:
-        target: the accelerator that was compiled for.
+        target: the accelerator for which the stage was compiled.
         planned_bytes: the peak, as the plan estimates it.
         compiled_bytes: the peak, as the compiler reports it.
-        row: the row of the step at which the device holds the most.
+        row: the row of the step at which the device holds the most bytes.
         temporary_bytes: the temporary memory of that row's program, as the compiler reports it.
         working_bytes: the working memory of that row's layer, as the plan estimates it.
         padding_bytes: the bytes that the target's memory layout adds to buffers.
-        host_bytes: the peak of the host's bytes, for all devices together.
+        host_bytes: the peak of the bytes on the host, summed over all devices.
     """
 
     target: str
@@ -32,7 +32,7 @@ class CompiledStage:
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of the two peaks, which a limit has to allow for."""
+        """The larger of the two peaks: the least memory limit that suffices."""
         return max(self.planned_bytes, self.compiled_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -55,8 +55,7 @@ class CompiledStage:
         """Writes both peaks, and why they differ.
 
         >>> print(CompiledStage("h100", 2**20, 3 * 2**20, "0B3", 2**21, 2**18, 0, 0))
-        3.00 MiB by the compiler for h100, 1.00 MiB planned: at 0B3, 2.00 MiB of temporaries (256.00
-        KiB planned)
+        3.00 MiB by the compiler for h100, 1.00 MiB planned: at 0B3, 2.00 MiB of temporaries (256.00 KiB planned)
         """
         sizes = self.temporary_bytes, self.working_bytes
         temporary, working = map(format_bytes, sizes)

@@ -1,7 +1,8 @@
-"""Slices of a micro-batch's examples, on which the replicas of a stage work.
+"""Slices: ranges of a micro-batch's examples, which are divided among the replicas of a stage.
 
 Replicas are several places that run the same stage. Each makes values from its slice. `Over` says
-how a value depends on the examples, and so how the whole value is made from the replicas' values.
+how a value depends on the examples. This determines how the whole value is made from the replicas'
+values.
 """
 
 from dataclasses import dataclass
@@ -48,14 +49,12 @@ class Over(StrEnum):
     ALONG = "along"  # it has a part for each example, along one of its axes
     SUM = "sum"  # it is a sum over the examples
     MEAN = "mean"  # it is a mean over the examples
-    MIXED = "mixed"  # it depends on them in any other way
+    MIXED = "mixed"  # it depends on the examples in some other way
     # A trace finds the ways above. The following ones are chosen by a user.
     MAX = "max"  # it is the largest of the slices' values
     LAST = "last"  # it is the last slice's value
     FIRST = "first"  # for model state: the first slice's value, which is the same for all slices
-    ADDED = (
-        "added"  # for model state: it is the previous state, plus what each slice has added to it
-    )
+    ADDED = "added"  # for model state: the previous state, plus what each slice has added to it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The fates of a plan, resolved from names to layers and edges.
 
-A fate says what happens to a value until it is read: it is kept, swapped to the host or
-recomputed. Tensors have fates between forward and backward, and the optimizer's state has fates
-between updates. A plan gives fates by name. Programs and passes ask by layer and by edge.
+A fate says what happens to a value until it is read: it is kept, swapped to the host or recomputed.
+Tensors have fates between forward and backward, and the optimizer's state has fates between
+updates. A plan gives fates by name. Programs and passes look them up by layer and by edge.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 from jvpipe.util.names import did_you_mean
 
 UPDATES_HELD = 2
-"""The number of updates whose optimizer state may be on a device at once, if it is swapped.
+"""The largest number of updates whose swapped optimizer state is on a device at once.
 
-With room for two, one update runs while the state of another is copied. With room for one,
-nothing would overlap. Planners count this many times the state of the largest update, and
-lowering/prefetch.py fetches no more.
+With room for two, one update runs while the state of another is copied. With room for one, nothing
+would overlap. Planners reserve this many times the bytes of the largest update's state, and
+lowering/prefetch.py keeps within them.
 """
 Edge = tuple[int, int]
 """A stage, and the index of a tensor that it makes or reads."""
@@ -36,7 +36,7 @@ class Fates:
         recomputed: the layers whose forwards run once more, before a backward that reads
             their outputs.
         away: the edges that go to the host until the backward.
-        dropped: the edges that their stage recomputes.
+        dropped: the edges that are recomputed for the backward.
     """
 
     kept: tuple[frozenset[str], ...]
@@ -57,8 +57,8 @@ class Fates:
         (frozenset({'product'}),)
 
         Raises:
-            ValueError: a stage has a fate for an unknown name, or is to recompute a tensor
-                that another stage makes.
+            ValueError: a stage has a fate for an unknown name, or has the fate `recompute` for a
+                tensor that another stage makes.
         """
         plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)
@@ -102,8 +102,8 @@ def left_by(
     Args:
         graph: the graph that has the layer.
         layer: the layer.
-        fates: the fates by name; a candidate that is not named is kept.
-        column: the property, read from a line of the table `FATES`.
+        fates: the fates by name; a candidate without a fate is kept.
+        column: reads the property from a line of the table `FATES`.
     """
     label = graph.label(layer)
     left: set[str] = set()
@@ -141,7 +141,7 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
 def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
     """Finds the fates of the edges that a plan names; names of candidates are skipped.
 
-    Raises ValueError as `Fates.of` says.
+    Raises ValueError as described in `Fates.of`.
     """
     fates: dict[Edge, Fate] = {}
     for s, stage in enumerate(plan.stages):
@@ -164,8 +164,8 @@ def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
             producer = graph.tensors[tensors[name]].producer
             if FATES[fate].again and producer not in inside:
                 raise ValueError(
-                    f"stage {s} cannot recompute '{name}': it comes from layer {producer} "
-                    "of another stage"
+                    f"stage {s} cannot recompute '{name}', because layer {producer} of another "
+                    "stage makes it: use 'keep' or 'swap'"
                 )
             fates[s, tensors[name]] = fate
     return fates

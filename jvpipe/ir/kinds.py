@@ -1,9 +1,9 @@
 """The kinds of tasks and rows, with one table of their properties.
 
-A task is one action of a stage on a micro-batch. Tasks are lowered to rows. Each row is one
-program, one copy, a wait for a copy, or the end of buffers. The table `KINDS` has one line
-per kind, with the properties that several parts of jvpipe read. A new kind is a new line;
-docs/adding_a_kind.md lists the other code that it changes.
+A task is one action of a stage on a micro-batch. Tasks are lowered to rows. A row runs one program,
+starts one copy, waits for a copy, or frees buffers. The table `KINDS` has one line per kind, with
+the properties that several parts of jvpipe read. To add a kind, add a line; docs/adding_a_kind.md
+lists the other code to change.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from enum import Enum, StrEnum
 class Kind(StrEnum):
     """The kinds of tasks and rows.
 
-    Their values are the letters by which lists, timelines and traces name them.
+    Task lists, timelines and traces show each kind by its value.
     """
 
     F = "F"  # forward
     B = "B"  # backward
-    I = "I"  # noqa: E741 - the papers' letter: the half of a backward that gives inputs' cotangents
-    W = "W"  # the other half of a backward, which adds the gradients of weights
-    R = "R"  # run a forward again, for a backward
+    I = "I"  # noqa: E741 - as in papers: first half of a backward, which gives cotangents of inputs
+    W = "W"  # second half of a backward, which adds the gradients of weights
+    R = "R"  # recompute: run a forward again for a backward
     U = "U"  # update: one piece of the optimizer
     E = "E"  # evaluate: a forward that leaves nothing for a backward
     SEND = "SEND"  # copy to another place
@@ -29,8 +29,8 @@ class Kind(StrEnum):
     FEED = "FEED"  # bring a leaf of the batch, or a seed, from the host
     OUT = "OUT"  # copy to the host
     IN = "IN"  # copy back from the host
-    FREE = "FREE"  # wait until a copy has arrived, then end the buffer that was copied
-    DROP = "DROP"  # end buffers that nobody will read
+    FREE = "FREE"  # wait until a copy has arrived, then free the buffer that was copied
+    DROP = "DROP"  # free buffers that no later row reads
     ARRIVE = "ARRIVE"  # make a mark: a small array that tells another process that copies arrived
     RECEIPT = "RECEIPT"  # wait until a buffer that was offered to another process has arrived there
     ZERO = "ZERO"  # make arrays of zeros, such as accumulators of gradients
@@ -44,7 +44,7 @@ class Kind(StrEnum):
 
 
 class Runs(Enum):
-    """What a row makes the controller do."""
+    """The work that a row gives to the controller."""
 
     LAYER = "a layer's program"
     PROGRAM = "another program"
@@ -54,7 +54,7 @@ class Runs(Enum):
 
 
 class CopyLink(Enum):
-    """The links that a copy goes over."""
+    """The links over which copies go."""
 
     PEER = "from place to place"
     TO_HOST = "from a place to its host"
@@ -63,7 +63,7 @@ class CopyLink(Enum):
 
 
 class Grouped(Enum):
-    """What a row does to a group: consecutive layers of a task that run as one program.
+    """The role of a row in grouping, by which consecutive layers of a task run as one program.
 
     A row whose kind has `grouped=None` ends the group.
     """
@@ -79,14 +79,14 @@ class KindInfo:
     """The properties of one kind: a line of the table `KINDS`.
 
     Attributes:
-        runs: what the row makes the controller do.
+        runs: the work that it gives to the controller.
         look: its name and its color in pictures.
-        weight: its time relative to a forward of the same layer. Orders that are made
-            without measuring assume this time.
-        in_flight: by how much it changes the number of micro-batches in flight on its
-            stage. A micro-batch is in flight if its forward has run and its backward has not.
-        between: by how much it changes the number of micro-batches that are between the two
-            halves of their backward.
+        weight: its assumed time, relative to a forward of the same layer. It is used to order tasks
+            without measurements.
+        in_flight: how much it changes the number of micro-batches in flight on its stage. A
+            micro-batch is in flight if its forward has run and its backward has not.
+        between: how much it changes the number of micro-batches that are between the two halves of
+            their backward.
         back: which version of the weights it reads: the one that the schedule gives to a
             backward (True) or to a forward (False). None if it reads no weights.
         accumulates: whether it adds to sums of gradients.
@@ -94,8 +94,9 @@ class KindInfo:
         link: the link that it takes, if it is a copy.
         gathers: whether it reads values of other layers, such as sums of gradients. Copies
             of these values are sent to its place first.
-        watched: whether it is a copy that the monitor times. Timelines show it with its bytes.
-        grouped: what it does to a group of layers.
+        watched: whether it is a copy whose duration the monitor measures. Timelines show it with
+            its bytes.
+        grouped: its role in grouping; None if it ends the group.
     """
 
     runs: Runs
@@ -200,4 +201,4 @@ KINDS: dict[Kind, KindInfo] = {
     Kind.CONCAT: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.REDUCE: KindInfo(Runs.PROGRAM, ("reduce", "#b7d7a8"), gathers=True),
 }
-"""The only table of kinds of tasks and rows."""
+"""The properties of each kind of task and row."""

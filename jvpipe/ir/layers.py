@@ -1,6 +1,6 @@
 """The layer graph: a model's layers and the values between them.
 
-A loss is traced to equations, which are cut into layers where few bytes cross.
+A loss is traced to equations. They are cut into layers at points that few bytes cross.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ class Ref:
 
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
-"""For each dimension of an array, the axes of the device mesh along which it is cut, if any.
+"""For each dimension of an array, the axes of the device mesh over which it is cut, or None.
 
 A spec may be shorter than the shape: the remaining dimensions are not cut.
 """
@@ -31,10 +31,10 @@ A spec may be shorter than the shape: the remaining dimensions are not cut.
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """The shape and type of an array, and the name by which users know it.
+    """The shape and type of an array, and the name that users see.
 
-    If a place has several devices, `spec` says how the array is cut over them. `bytes` are
-    those of one device.
+    If a place has several devices, `spec` says how the array is cut over them. `bytes` counts the
+    bytes on one device.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Array:
 
 
 Source = tuple[Literal["input", "output", "residual"], int]
-"""A value of a layer's forward that its backward reads, such as the layer's input number 2."""
+"""A value of a layer's forward that the layer's backward reads, such as ("input", 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Signature:
         residuals: the values that the forward yields only for the backward.
         sources: the inputs, outputs and residuals that the backward reads.
         cotangents: the outputs whose cotangents the backward takes.
-        partial: the inputs that later layers read, too. The backward takes the sum of the
-            cotangents from those layers, and adds its own.
+        partial: the inputs that later layers also read. The backward takes the sum of the
+            cotangents from those layers, and adds its own cotangent.
         gradients: the inputs (parameters) whose gradients the backward yields.
         returned: the inputs (tensors) whose cotangents the backward yields.
     """
@@ -81,9 +81,9 @@ class Signature:
 class SplitSignature:
     """The interface of a backward in two halves.
 
-    The first half, `input`, yields only cotangents; the second half, `weight`, only
-    gradients. The second half reads what the forward has left and also `handed`, which the
-    first half leaves. Only the first half adds to partial sums.
+    The first half, `input`, yields only cotangents; the second half, `weight`, only gradients. The
+    second half reads values that the forward has left, and the values `handed`, which the first
+    half has left. Only the first half adds to partial sums of cotangents.
     """
 
     handed: tuple[Array, ...]
@@ -115,7 +115,7 @@ class Parameter:
 
     @property
     def owner(self) -> int:
-        """The layer that holds the parameter, its optimizer state and its update."""
+        """The layer that the parameter, its optimizer state and its update belong to."""
         return self.readers[0]
 
 
@@ -124,9 +124,9 @@ class Layer:
     """Consecutive equations between two narrow cuts.
 
     A layer is the unit that is placed, compiled and moved. `reads` are in the order of its
-    program's inputs (parameters first), and `writes` in the order of its outputs.
-    `candidates` are the values inside it whose fate can be chosen: kept, swapped or
-    recomputed. `flops` counts the operations in the products of one forward.
+    program's inputs (parameters first), and `writes` in the order of its outputs. `candidates` are
+    the values inside it whose fate can be chosen: kept, swapped or recomputed. `flops` counts the
+    floating-point operations in the products and convolutions of one forward.
     """
 
     id: int
@@ -156,15 +156,15 @@ class LayerGraph:
     state: tuple[Array, ...] = ()
     constants: tuple[Array, ...] = ()
     aux: tuple[Array, ...] = ()  # what the loss returns besides its value
-    aux_groups: tuple[tuple[int, ...], ...] = ()  # the leaves of each metric; two if `Weighted`
+    aux_groups: tuple[tuple[int, ...], ...] = ()  # the leaves of each group; two for a `Weighted`
     weighted: bool = False  # whether the loss is a `Weighted`
     loss_bytes: int = 4
     seed_bytes: int = 16
     aux_chosen: tuple[AuxReduction | None, ...] = ()  # the user's choice for each group of aux
-    state_chosen: tuple[StateReduction | None, ...] = ()  # the choice for each leaf of the state
+    state_chosen: tuple[StateReduction | None, ...] = ()  # the same for each leaf of the state
 
     def label(self, layer: Layer) -> str:
-        """Names a layer as plans do: with its id if several layers have the same name.
+        """Names a layer as plans name it: with its id if several layers have the same name.
 
         >>> layers = tuple(Layer(i, name, (), ()) for i, name in enumerate(["dense", "dense", "head"]))
         >>> [LayerGraph(layers, (), ()).label(layer) for layer in layers]
@@ -205,8 +205,8 @@ class LayerGraph:
     def aux_reduction(self, group: int) -> AuxReduction | None:
         """Tells how a group of aux is reduced over the micro-batches; None if it is stacked.
 
-        The user's choice counts first. Without a choice, a `Weighted` (a pair of leaves)
-        and a floating-point scalar are reduced by a mean.
+        The user's choice takes precedence. Without a choice, a `Weighted` (a pair of leaves) and a
+        floating-point scalar are reduced by a mean.
         """
         chosen = self.aux_chosen[group] if self.aux_chosen else None
         if chosen:

@@ -1,4 +1,4 @@
-"""Lazy arrays: parameters in a file, or examples, which are read only where they are needed."""
+"""Lazy arrays: parameters in a file, or examples of a batch, that are read only when needed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class LazyArray(jax.ShapeDtypeStruct):
-    """An array with a known shape and type that is not read yet, such as a tensor in a file.
+    """An array of known shape and type whose contents are not read yet, such as a tensor in a file.
 
     Parameters may be lazy arrays: `Pipeline.init` reads them one after another, each in the
     process that owns it, and keeps no copy. The leaves of a batch may be lazy arrays, too:
@@ -17,10 +17,10 @@ class LazyArray(jax.ShapeDtypeStruct):
     Args:
         shape: the shape of the whole array.
         dtype: the type of its numbers.
-        read: a function that reads the array. Without arguments, it reads all of it.
-            Arguments are indices of the first axes; it then reads only the part that they
-            select. The last index may be a slice.
-        at: the indices of the part that this array stands for; none for the whole array.
+        read: a function that reads the array, or only the part that its arguments select. They are
+            indices of the first axes, of which the last may be a slice.
+        at: the indices of the part that this array stands for, as arguments of `read`; none for the
+            whole array.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
     >>> rows[1]
@@ -49,12 +49,12 @@ class LazyArray(jax.ShapeDtypeStruct):
             before, begin = before[:-1], before[-1].start
         if isinstance(i, slice):
             start, stop, step = i.indices(self.shape[0])
-            assert step == 1, "neighbors"
+            assert step == 1, "a slice of a lazy array has step 1"
             shape = (max(0, stop - start), *self.shape[1:])
             part = slice(begin + start, begin + max(start, stop))
             return LazyArray(shape, self.dtype, self._read, *before, part)
         if not 0 <= i < self.shape[0]:
-            raise IndexError(f"index {i} is out of bounds for {self.shape[0]}")
+            raise IndexError(f"index {i} is out of bounds for an axis of size {self.shape[0]}")
         return LazyArray(self.shape[1:], self.dtype, self._read, *before, begin + i)
 
     def astype(self, dtype: Any) -> "LazyArray":
@@ -69,7 +69,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         return LazyArray(self.shape, dtype, read, *self._at)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Reads the numbers.
+        """Reads the array.
 
         Raises:
             ValueError: the array that was read has another shape or type.
@@ -77,8 +77,8 @@ class LazyArray(jax.ShapeDtypeStruct):
         array = np.asarray(self._read(*self._at))
         if array.shape != self.shape or array.dtype != self.dtype:
             raise ValueError(
-                f"read gave {array.dtype}{list(array.shape)}, "
-                f"it should be {self.dtype}{list(self.shape)}"
+                f"the function `read` returned {array.dtype}{list(array.shape)}, but it must "
+                f"return {self.dtype}{list(self.shape)}"
             )
         return array if dtype is None else array.astype(dtype, copy=False)
 

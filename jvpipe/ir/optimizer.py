@@ -1,6 +1,6 @@
 """The protocol of an optimizer.
 
-jvpipe uses this protocol as a type in place of optax's own, because importing optax takes long.
+Type annotations use this protocol instead of optax's own type, because importing optax is slow.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The outline of a model: what exporting a plan to other systems must know about its layers."""
+"""The outline of a model: the facts about its layers that exporting a plan needs."""
 
 import re
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ Block = tuple[str, int]
 class LayerOutline:
     """The outline of a layer.
 
-    `block` is the numbered module that its parameters belong to, if there is one. `values`
-    are the values that its forward may leave for its backward, by the names that plans use.
-    `inner` are its output tensors that only layers of its own block read.
+    `block` is the numbered module that the layer's parameters belong to, if there is one. `values`
+    names the values that the layer's forward may leave for its backward, as plans name them.
+    `inner` names the output tensors that only layers of the same block read.
     """
 
     name: str

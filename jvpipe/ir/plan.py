@@ -1,9 +1,9 @@
 """A plan: which layers run on which devices, the fates of tensors, and the schedule.
 
-A fate says what happens to a tensor between the forward that makes it and the backward that
-reads it: it is kept, swapped to the host, or recomputed. A plan is plain data: it can be
-compared, saved as JSON, and exported to other systems. A plan changes where and when values
-are computed, and never the values.
+A fate says what happens to a tensor between the forward that makes it and the backward that reads
+it: it is kept, swapped to the host, or recomputed. A plan is plain data: it can be compared, saved
+as JSON, and exported to other systems. Under a synchronous schedule a plan decides where and when
+values are computed, but never changes the values.
 """
 
 import json
@@ -48,22 +48,22 @@ FATES: dict[Fate, FateInfo] = {
     Fate.SWAP: FateInfo(saved=True, away=True, again=False),
     Fate.RECOMPUTE: FateInfo(saved=False, away=False, again=True),
 }
-"""The only table of fates; docs/adding_a_fate.md says what else a new fate changes."""
+"""The properties of each fate; docs/adding_a_fate.md lists what else a new fate changes."""
 STATE_FATES = tuple(fate for fate, info in FATES.items() if info.saved)
-"""The fates of the optimizer's state. It cannot be recomputed, because no forward makes it."""
+"""The fates of the optimizer's state, which cannot be recomputed, because no forward makes it."""
 MOST_LAYERS = 1_000_000
-"""The largest number of layers that is accepted in a user's input. No model has so many."""
+"""The largest number of layers that is accepted from a user. No model has so many layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers on one device, or on several devices that divide the work.
+    """Consecutive layers on one device, or on several devices that share the work.
 
     Attributes:
         layers: the numbers of the layers, in ascending order.
-        devices: indices into the pipeline's devices. If there are several, each is a
-            replica of the stage. Replicas divide the examples of each micro-batch, or take
-            turns with whole micro-batches.
+        devices: indices into the pipeline's devices. If there are several, each is a replica of the
+            stage. Replicas either divide the examples of each micro-batch, or take turns with whole
+            micro-batches.
         fates: the fates of the stage's tensors, by name. A tensor that is not named is kept.
         state_fates: the fates of the optimizer's state between updates, by the path of the
             parameter that the state belongs to.
@@ -77,16 +77,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The stages of a pipeline in the order of the forward, with the schedule that they are for.
+    """The stages of a pipeline, in the order of the forward, and the schedule that runs them.
 
     Attributes:
         stages: the stages.
         schedule: the name of the schedule that the plan was made for; None if it fits any.
         planner: the name of the planner that made the plan.
-        keep_last: whether the last micro-batch of a step keeps everything, whatever the fates.
-        splits: the equations before which a traced layer is cut in two. The stages count
-            both parts as layers.
-        tasks: the tasks of each device in order, as text; empty if the schedule's rule gives them.
+        keep_last: whether the last micro-batch of a step keeps all tensors, whatever their fates.
+        splits: the numbers of the equations before which a traced layer is cut in two. The stages
+            count both parts as layers.
+        tasks: the tasks of each device in order, as text; empty if the schedule determines them.
         unsplit: the layers whose backwards stay whole although the schedule splits backwards.
         outline: what an export must know about the model. The outline is not part of the
             plan: it is neither compared nor saved.
@@ -112,7 +112,7 @@ class Plan:
 
         Args:
             layers: the number of layers of each stage.
-            devices: for each stage, its device or several devices; device s for stage s by default.
+            devices: for each stage, one device or several; by default, stage s runs on device s.
             kwargs: other fields of the plan.
 
         Raises:
@@ -124,24 +124,25 @@ class Plan:
         counts = several(layers) or [layers]
         if not all(is_whole(n) and n >= 1 for n in counts):
             raise ValueError(
-                f"every stage needs at least one layer, the cuts are {brief(layers)}: "
-                "write [5, 2, 2]"
+                f"every stage needs at least one layer, but the cuts are {brief(layers)}: "
+                "give the number of layers of each stage, such as [5, 2, 2]"
             )
         layers = [int(n) for n in counts]
         if sum(layers) > MOST_LAYERS:
             raise ValueError(
-                f"the cuts {brief(layers)} are of {sum(layers)} layers: no plan has more "
-                f"than {MOST_LAYERS}"
+                f"the cuts {brief(layers)} have {sum(layers)} layers in total: use at most "
+                f"{MOST_LAYERS}"
             )
         where = several(range(len(layers)) if devices is None else devices)
         if where is None:
             raise ValueError(
-                "devices must be one for each stage, or several, such as [(0, 1), 2], not "
+                "devices must be one device or several for each stage, such as [(0, 1), 2], not "
                 f"{brief(devices)}"
             )
         if len(where) != len(layers):
             raise ValueError(
-                f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given"
+                f"{len(layers)} stages need {len(layers)} entries in devices, but it has "
+                f"{len(where)}"
             )
         stages = []
         for s, (first, end) in enumerate(pairwise([0, *accumulate(layers)])):
@@ -175,7 +176,7 @@ class Plan:
         return any(count > 1 for count in self.replicas)
 
     def on(self, devices: Sequence[Sequence[int]]) -> "Plan":
-        """Returns a plan of the same stages on other devices, one or several for each stage.
+        """Returns a plan with the same stages on other devices, one or several per stage.
 
         >>> Plan.from_cuts([2, 1]).on([(0, 1), (2,)]).replicas
         (2, 1)
@@ -189,8 +190,8 @@ class Plan:
     def turn(self, m: int) -> "Plan":
         """Returns the plan of micro-batch `m` if the devices of a stage take turns.
 
-        Each device then runs whole micro-batches. In the plan returned, a stage has one
-        device: the one whose turn it is.
+        If they do, each device runs whole micro-batches. The returned plan has one device per
+        stage: the one whose turn it is.
 
         >>> [Plan.from_cuts([2, 1], devices=[(0, 1), 2]).turn(m).stages[0].devices for m in range(3)]
         [(0,), (1,), (0,)]
@@ -206,8 +207,8 @@ class Plan:
     def with_schedule(self, schedule: str) -> "Plan":
         """Returns the plan for a given schedule.
 
-        If the schedule is another one, the plan's own task lists are dropped, because they
-        belong to the old schedule.
+        If the schedule differs from that of the plan, the plan's task lists are dropped, because
+        they belong to its old schedule.
         """
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
@@ -222,9 +223,9 @@ class Plan:
         """
         if self.schedule not in (None, schedule):
             raise ValueError(
-                f"the plan was made for schedule '{self.schedule}', the pipeline's is "
-                f"'{schedule}': give schedule='{self.schedule}', or "
-                f"plan.with_schedule('{schedule}') for its cuts and fates alone"
+                f"the plan was made for schedule '{self.schedule}', but the pipeline's schedule is "
+                f"'{schedule}': give schedule='{self.schedule}', or give "
+                f"plan.with_schedule('{schedule}'), which keeps only the cuts and fates"
             )
         return self.with_schedule(schedule)
 
@@ -236,17 +237,17 @@ class Plan:
         """Checks that the plan fits a model and a number of devices.
 
         Raises:
-            ValueError: the layers are not each in one stage and in order, a device or a
-                fate does not exist, or replicas share a device.
+            ValueError: the stages do not have all layers once and in order, a device or a fate does
+                not exist, or replicas share a device.
         """
         placed = [layer for stage in self.stages for layer in stage.layers]
         if missing := sorted(set(range(layers)) - set(placed)):
             raise ValueError(
-                f"the plan misses layers {missing}: the model has layers 0 to {layers - 1}"
+                f"the plan lacks layers {missing}: the model has layers 0 to {layers - 1}"
             )
         if placed != list(range(layers)):
             raise ValueError(
-                f"the plan's stages hold layers {placed}: they must be 0 to {layers - 1}, "
+                f"the plan's stages have layers {placed}: they must have layers 0 to {layers - 1}, "
                 "each once and in order"
             )
         for s, stage in enumerate(self.stages):
@@ -254,7 +255,8 @@ class Plan:
                 raise ValueError(f"stage {s} needs at least one layer and one device: {stage}")
             if missing := [device for device in stage.devices if device not in range(devices)]:
                 raise ValueError(
-                    f"stage {s} is on device {missing[0]}, there are {devices} devices"
+                    f"stage {s} is on device {missing[0]}, but there are only {devices} devices: "
+                    "their numbers begin at 0"
                 )
             _check_fates(f"stage {s}", stage.fates, list(FATES))
             _check_fates(f"the optimizer's state of stage {s}", stage.state_fates, STATE_FATES)
@@ -262,16 +264,16 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a stage names a device twice, or stages share only some devices."""
+        """Raises ValueError if a stage repeats a device, or two stages share only some devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             for at, device in enumerate(stage.devices):
                 shares = device in holder and self.stages[holder[device]].devices == stage.devices
                 if device in stage.devices[:at] or (device in holder and not shares):
                     raise ValueError(
-                        f"device {device} is named for stage {holder.get(device, s)} and "
-                        f"for stage {s}, with replicas {self.replicas}: where stages are "
-                        "replicated each replica needs a device of its own"
+                        f"device {device} is named for stage {holder.get(device, s)} and for "
+                        f"stage {s}, and the stages have {self.replicas} replicas: each replica "
+                        "of a stage needs a device of its own"
                     )
             holder |= dict.fromkeys(stage.devices, s)
 
@@ -282,12 +284,12 @@ class Plan:
         return data
 
     def export(self, format: str, lossy: bool = False) -> str:
-        """Writes the plan for another system; docs/export.md says what each format can express.
+        """Returns the plan as text for another system; docs/export.md describes the formats.
 
         Args:
             format: "megatron", "torchtitan", "torch-csv", "maxtext" or "jaxpp".
-            lossy: write the nearest plan that the format can express, with comments that
-                name what is lost.
+            lossy: whether to return the nearest plan that the format can express, with comments
+                that name what is lost.
 
         Raises:
             ValueError: the format cannot express all of the plan, and `lossy` is false. The
@@ -326,7 +328,7 @@ class Plan:
         """Writes the plan as JSON."""
         file = checked_path("path", path)
         if file.is_dir():
-            raise ValueError(f"{file} is a folder, and a plan is a file: save under another name")
+            raise ValueError(f"{file} is a folder, but a plan is a file: give the path of a file")
         file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @staticmethod
@@ -370,7 +372,7 @@ def _stage(s: int, data: Any) -> Stage:
 def _fates(what: str, data: Any, allowed: Sequence[Fate]) -> dict[str, Fate]:
     """Reads fates by name from the plan's JSON."""
     if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
-        raise ValueError(f"{what} must map names of tensors, not {brief(data)}")
+        raise ValueError(f"{what} must map names to fates, not {brief(data)}")
     _check_fates(what, data, allowed)
     return {name: Fate(fate) for name, fate in data.items()}
 
@@ -378,13 +380,13 @@ def _fates(what: str, data: Any, allowed: Sequence[Fate]) -> dict[str, Fate]:
 def _check_fates(what: str, fates: Mapping[str, Any], allowed: Sequence[Fate]) -> None:
     """Raises ValueError if a fate is not among the allowed ones."""
     if unknown := [fate for fate in fates.values() if fate not in allowed]:
-        raise ValueError(f"{what} has unknown fates {unknown}: there are {', '.join(allowed)}")
+        raise ValueError(f"{what} has unknown fates {unknown}: use {', '.join(allowed)}")
 
 
 def _entries(what: str, data: Any, needed: Sequence[str]) -> Mapping[str, Any]:
-    """Returns the data if they map all needed names, and raises ValueError if not."""
+    """Returns the data; raises ValueError unless they map all needed names to values."""
     if not isinstance(data, Mapping):
-        raise ValueError(f"{what} must map {', '.join(needed)}, and is {brief(data)}")
+        raise ValueError(f"{what} must be a mapping with {', '.join(needed)}, not {brief(data)}")
     if missing := [name for name in needed if name not in data]:
         raise ValueError(f"{what} lacks {', '.join(missing)}: it is {brief(data)}")
     return data

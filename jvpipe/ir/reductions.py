@@ -1,8 +1,8 @@
-"""Reductions that a user chooses by pattern, for leaves of aux and of the model state.
+"""Reductions: how leaves of aux and of the model state are combined, as a user chooses by pattern.
 
-Aux is what a loss returns besides its value. It is reduced over replicas and micro-batches.
-Model state is reduced only over replicas: several places that run the same stage, each on a
-slice of every micro-batch.
+Aux is what a loss returns besides its value. It is reduced over replicas and micro-batches. Model
+state is reduced only over replicas. Replicas are places that run the same stage, each on a slice of
+every micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class StateReduction(StrEnum):
 
 @dataclass(frozen=True)
 class Reductions:
-    """The reductions that a user chooses, by patterns of paths. The trace decides all others."""
+    """The reductions that a user chooses, by patterns of paths; the trace decides all others."""
 
     aux: Mapping[str, AuxReduction] = field(default_factory=dict)
     state: Mapping[str, StateReduction] = field(default_factory=dict)
@@ -67,14 +67,14 @@ def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, 
     for pattern, name in reductions.items():
         if name not in names:
             raise ValueError(
-                f"{option} says {brief(name)} of '{pattern}': write one of "
+                f"{option} has {brief(name)} for '{pattern}': use one of "
                 f"{', '.join(map(repr, names))}"
             )
     return {pattern: kind(name) for pattern, name in reductions.items()}
 
 
 def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tuple[R | None, ...]:
-    """Returns the reduction that the user chose for each leaf, or None. Later patterns win.
+    """Returns the user's choice for each leaf, or None; the last matching pattern counts.
 
     Args:
         option: the name of the option, for messages.

@@ -1,7 +1,7 @@
-"""Rows, to which tasks are lowered: a program, a copy, a wait or the end of buffers at one place.
+"""Rows: the units of dispatch to which tasks are lowered, such as one program or one copy.
 
-A place is the number of a device, or of a mesh of devices. The classes `...Run` hold what a
-row's kind and layer do not say, such as the bounds of a slice.
+A place is the number of a device, or of a mesh of devices. The classes `...Run` have the details of
+a row beyond its kind and layer, such as the bounds of a slice.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from jvpipe.ir.values import ValueKind
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer's program in a micro-batch's layout, for some examples (None: for all).
+    """A layer's program for a micro-batch, or for one slice of its examples.
 
-    The layout is the plan, the fates and the programs that the micro-batch runs with.
-    `layout` is its number in the step.
+    A layout is the plan, the fates and the programs that a micro-batch runs with. `layout` is the
+    number of the layout in the step. `examples` is the slice; None stands for all examples.
     """
 
     layout: int
@@ -26,14 +26,14 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class ZeroRun:
-    """Zeros for a layer's values of one kind, to which programs then add."""
+    """Arrays of zeros for a layer's values of one kind, to which later programs add."""
 
     kind: ValueKind
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """A piece of the optimizer's update. With `keeps` it does not overwrite the old parameters."""
+    """A piece of the optimizer's update; with `keeps` true it leaves the old parameters intact."""
 
     piece: int
     keeps: bool = False
@@ -41,7 +41,7 @@ class PieceRun:
 
 @dataclass(frozen=True, slots=True)
 class ShiftRun:
-    """Weights plus `updates` times a remembered change of weights; `updates` may be negative."""
+    """Weights plus `updates` times the remembered change per update; `updates` may be negative."""
 
     updates: int
 
@@ -80,10 +80,11 @@ class ConcatRun:
 
 @dataclass(frozen=True, slots=True)
 class JoinRun:
-    """An edge, or its cotangent, that goes to a stage with another number of replicas.
+    """An edge, or its cotangent, that goes to a stage whose replicas have other slices.
 
-    The value has no axis of examples, so it cannot be joined from parts. It is the sum of what
-    the sending replicas have, each times its weight, or the plain sum if there are no weights.
+    The value has no axis of examples, so it cannot be joined from parts. It is the sum of the
+    sending replicas' values, each times its weight in `weights`. Without weights it is the plain
+    sum or, in a ZERO row, zeros.
     """
 
     of: Ref
@@ -92,7 +93,7 @@ class JoinRun:
 
 @dataclass(frozen=True, slots=True)
 class AddRun:
-    """The gradients of one more replica, added in place to the sum over the replicas before it."""
+    """The gradients of one more replica, added in place to the sum over earlier replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +162,17 @@ Run = (
     | GroupRun
     | None
 )
-"""What tells rows of the same kind and layer apart; None if nothing has to."""
+"""The details that distinguish rows of the same kind and layer; None if no details are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One program, one copy, a wait, or the end of buffers, which the controller dispatches.
+    """A unit of dispatch: one program, one copy, one wait, or the freeing of buffers.
 
-    `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that
-    is both read and written is updated in place. The buffers in `frees` end with the row.
-    If a row belongs to no stage, layer or micro-batch, that field is -1. `place` is where
-    the row runs. A copy between places is one row: it runs at its source and writes a
-    buffer at its target.
+    `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that is both
+    read and written is updated in place. The buffers in `frees` are freed after the row. If a row
+    belongs to no stage, layer or micro-batch, that field is -1. `place` is where the row runs. A
+    copy between places is one row: it runs at its source and writes a buffer at its target.
 
     >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))
     1F2[layer 4]
@@ -195,11 +195,11 @@ class Row:
 
     @property
     def wires(self) -> tuple[Wire, ...]:
-        """For each part, and last for the row itself, the arrays that it takes and yields.
+        """The arrays that each part reads and writes; the last element is that of the row itself.
 
-        Arrays are numbered within the row: first those that the row reads, then those that
-        its parts write. These numbers do not depend on the buffers, so rows that do the
-        same with other buffers have equal wires and can run the same program.
+        Arrays are numbered within the row: first those that the row reads, then those that its
+        parts write. These numbers do not depend on the buffers. So rows that do the same with other
+        buffers have equal wires and can run the same program.
 
         >>> parts = Row(Kind.F, 0, 0, 0, 5, (7,), (8,)), Row(Kind.F, 0, 0, 1, 5, (8, 3), (9,))
         >>> Row(Kind.F, 0, 0, 0, 5, (7, 3), (9,), run=GroupRun(parts)).wires
@@ -216,7 +216,7 @@ class Row:
         return tuple(map(wire, (*self.parts, self)))
 
     def __str__(self) -> str:
-        # A row of no stage or micro-batch leaves that number out.
+        # The number of a missing stage or micro-batch is left out.
         stage = self.stage if self.stage >= 0 else ""
         microbatch = self.microbatch if self.microbatch >= 0 else ""
         where = f"{stage}{self.kind}{microbatch}"

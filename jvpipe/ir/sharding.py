@@ -1,4 +1,4 @@
-"""The rules by which a user cuts parameters over the devices of a place.
+"""Sharding: the rules by which a user cuts parameters over the devices of a place.
 
 A place may be a mesh of several devices with named axes. A spec names, for each dimension of
 an array, the axes along which that dimension is cut. Rules give specs by the paths of
@@ -17,9 +17,9 @@ from jvpipe.ir.layers import Array, Spec
 class Sharding:
     """Rules that map paths of parameters to specs, and the sizes of the axes.
 
-    A rule is a regular expression that matches a whole path. A parameter that no rule
-    matches lies whole on each device of a place. If there is a `batch_axis`, the examples
-    of a batch are divided along this axis.
+    A rule is a regular expression that matches a whole path. If no rule matches a parameter, each
+    device of a place has a whole copy of it. If there is a `batch_axis`, the examples of a batch
+    are divided along this axis.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})
@@ -39,7 +39,7 @@ class Sharding:
             shapes: the shapes of the parameters, by their paths.
 
         Raises:
-            ValueError: a rule matches no parameter, two rules differ about a parameter, or
+            ValueError: a rule matches no parameter, two rules give a parameter different specs, or
                 a parameter cannot be cut as its rule says.
         """
         specs: dict[str, Spec] = dict.fromkeys(shapes, ())
@@ -50,15 +50,15 @@ class Sharding:
                 if self.rules[other] != spec:
                     raise ValueError(
                         f"sharding rules '{other}' and '{rule}' both match parameter "
-                        f"'{path}', and say {words(self.rules[other])} and {words(spec)}: "
-                        "let one of them match less"
+                        f"'{path}', but cut it by {words(self.rules[other])} and {words(spec)}: "
+                        "let one of them match fewer parameters"
                     )
                 self._check(path, shapes[path], spec)
                 specs[path] = spec
         return specs
 
     def laid(self, array: Array, spec: Spec) -> Array:
-        """Returns an array as a spec cuts it, with the bytes of one device.
+        """Returns an array cut by a spec; its `bytes` are then those of the part on one device.
 
         Args:
             array: the whole array.
@@ -87,9 +87,9 @@ class Sharding:
         parts = self._parts(self.batch_axis)
         if array.shape[0] % parts:
             raise ValueError(
-                f"batch_axis='{self.batch_axis}' cuts the {array.shape[0]} examples of a "
-                f"micro-batch in {parts} parts: use other micro-batches, or a mesh that "
-                "divides them"
+                f"batch_axis='{self.batch_axis}' cannot cut the {array.shape[0]} examples of a "
+                f"micro-batch into {parts} equal parts: change the number of micro-batches, or the "
+                "size of this axis"
             )
         return self.laid(array, (self.batch_axis,))
 
@@ -100,16 +100,16 @@ class Sharding:
         """Raises ValueError if a parameter cannot be cut by a spec."""
         if len(spec) > len(shape):
             raise ValueError(
-                f"sharding {words(spec)} has {len(spec)} dimensions, parameter "
-                f"'{path}' has {len(shape)}: its shape is {list(shape)}, write one "
-                "entry for each at most"
+                f"sharding {words(spec)} has {len(spec)} entries, but parameter "
+                f"'{path}' has {len(shape)} dimensions, its shape is {list(shape)}: write at most "
+                "one entry per dimension"
             )
         for size, parts in self._cut(shape, spec):
             if size % parts:
                 raise ValueError(
-                    f"sharding {words(spec)} cuts {size} of parameter '{path}', whose "
-                    f"shape is {list(shape)}, in {parts} parts: use another dimension, or "
-                    "a mesh that divides it"
+                    f"sharding {words(spec)} cannot cut a dimension of size {size} of parameter "
+                    f"'{path}', whose shape is {list(shape)}, into {parts} equal parts: cut "
+                    "another dimension, or change the size of the mesh axis"
                 )
 
     def _cut(self, shape: tuple[int, ...], spec: Spec) -> Iterator[tuple[int, int]]:
@@ -124,8 +124,8 @@ def _matched(rule: str, paths: Sequence[str]) -> list[str]:
         some = ", ".join(f"'{path}'" for path in paths[:4])
         more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
         raise ValueError(
-            f"sharding rule '{rule}' matches no parameter: it has to match a whole path, "
-            f"and there are {some}{more}"
+            f"sharding rule '{rule}' matches no parameter: a rule must match a whole path, and "
+            f"the paths are {some}{more}"
         )
     return matched
 
@@ -147,7 +147,7 @@ def named_axes(spec: Spec) -> tuple[str, ...]:
 
 
 def words(spec: Spec) -> str:
-    """Writes a spec as a user does.
+    """Writes a spec in the form in which users write it.
 
     >>> words((None, "model"))
     "P(None, 'model')"

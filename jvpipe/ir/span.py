@@ -9,17 +9,16 @@ from jvpipe.ir.kinds import Kind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task in one line of a timeline. (A span of a stream is something else.)
+    """One task in one line of a timeline, unrelated to `PlanSpan`, a part of a stream.
 
     Attributes:
-        device: the name of the line: that of a device or, for a transfer, that of a link. So
-            transfers are seen beside the work that they overlap. Spans of one line do not
-            overlap.
+        device: the name of the line: a device or, for a transfer, a link. Spans of one line do not
+            overlap, but a transfer may overlap with work of its device.
         name: the text form of the task, such as `2F0`.
         start_s: when it starts, in seconds from an origin that all spans share.
         end_s: when it ends, from the same origin.
-        kind: the kind of the task, which gives its color.
-        args: other values to show, which JSON can hold.
+        kind: the kind of the task, which determines the color.
+        args: further values to show, of types that JSON can represent.
 
     >>> span = Span("cpu:0", "2F0", 1.0, 1.5, Kind.F)
     >>> span.end_s - span.start_s
@@ -35,9 +34,10 @@ class Span:
 
 
 class Hop(NamedTuple):
-    """One end of a copy between devices: the device that it leaves or, if `arrives`, reaches.
+    """One end of a copy between devices.
 
-    Both ends of a copy have the same `key`.
+    `device` is the target of the copy if `arrives` is true, and its source otherwise. Both ends
+    have the same `key`.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Hop(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The bytes that a device or the host holds from a moment until its next level."""
+    """The bytes that a device or the host holds from `at_s` until its next level."""
 
     place: str
     at_s: float
@@ -56,7 +56,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Everything that a timeline shows of some steps. The levels of a place are in time order."""
+    """The contents of a timeline of some steps. The levels of each place are in time order."""
 
     spans: tuple[Span, ...]
     levels: tuple[Level, ...] = ()

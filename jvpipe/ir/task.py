@@ -1,6 +1,6 @@
 """Tasks: the actions of stages on micro-batches that a schedule puts in order.
 
-The text form of a task, and the CSV form of lists, are those of torch.distributed.pipelining.
+Tasks are written as text, and task lists as CSV, in the formats of torch.distributed.pipelining.
 """
 
 import csv
@@ -14,7 +14,7 @@ from jvpipe.util.brief import brief
 
 _TEXT = re.compile(r"([0-9]+)([A-Z]+)([0-9]+)")
 _OF_TORCH = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""The kinds of tasks that torch has too. Its letters for them are the same."""
+"""The kinds of tasks that torch also has, under the same letters."""
 
 
 class Task(NamedTuple):
@@ -62,8 +62,8 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
     """
     if not lists or isinstance(lists, str):
         raise ValueError(
-            f"{brief(lists)} holds no lists: give plan.tasks of a plan whose order was chosen, "
-            "else those of a rule, "
+            f"{brief(lists)} has no task lists: give plan.tasks or, if the plan has none, the "
+            "lists of a schedule, such as "
             "jvpipe.schedules.find_schedule('1f1b').tasks(devices, microbatches)"
         )
     rows = []
@@ -79,7 +79,9 @@ def _for_torch(text: str) -> str:
     task = Task.parse(text)
     if task.kind not in _OF_TORCH:
         kinds = ", ".join(_OF_TORCH)
-        raise ValueError(f"{task} cannot be written: torch knows {kinds}, and adds all else itself")
+        raise ValueError(
+            f"{task} cannot be written: torch reads only {kinds}, and adds other tasks itself"
+        )
     return str(task)
 
 

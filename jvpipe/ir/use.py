@@ -9,12 +9,11 @@ from jvpipe.ir.kinds import Kind
 class Use:
     """The version of weights that a layer's task read or made for a micro-batch.
 
-    A forward (F) or backward (B) reads a version; an update (U) makes one. In a lowered
-    step, micro-batches and versions count from the beginning of the step; in the record of
-    a run they count from the beginning of the run. `tied` has pairs of a parameter and a
-    version, for the parameters that several stages read: the version is that of the first
-    reader's stage. `shift` is the number of updates by which a forward's weights were
-    predicted, or a backward's weights were corrected.
+    A forward (F) or backward (B) reads a version; an update (U) makes one. In a lowered step,
+    micro-batches and versions count from the beginning of the step; in the record of a run they
+    count from the beginning of the run. `tied` has a pair (parameter, version) for each parameter
+    that several stages read. The version is that of the first reader's stage. `shift` is the number
+    of updates by which a forward's weights were predicted, or a backward's weights were corrected.
     """
 
     kind: Kind
@@ -25,7 +24,7 @@ class Use:
     shift: int = 0
 
     def moved(self, microbatches: int, versions: int) -> "Use":
-        """Returns the same use some micro-batches and versions later.
+        """Returns the corresponding use some micro-batches and versions later.
 
         >>> use = Use(Kind.F, 2, 1, 0).moved(8, 8)
         >>> use.microbatch, use.version
@@ -45,7 +44,7 @@ class Use:
 def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
     """Lists the uses of a synchronous step.
 
-    All micro-batches read version 0, and one update makes version 1.
+    All micro-batches read version 0, and each layer's update makes version 1.
 
     Args:
         layers: the number of layers.

@@ -1,9 +1,9 @@
-"""Values: the names of everything that a run computes, without the place where it lies.
+"""Values: the names of everything that a run computes, independent of the place that stores it.
 
-A value may have copies at several places. Each copy is a buffer (buffers.py). If a layer
-moves, its values change their places and keep their names, so a name means the same under
-every plan. The table `VALUES` has one line per kind, with the properties that several parts
-of jvpipe read.
+A value may have copies at several places. Each copy is a buffer (buffers.py). If a layer moves, the
+buffers of its values change, but the values keep their names. So a name means the same under every
+plan. The table `VALUES` has one line per kind, with the properties that several parts of jvpipe
+read.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from typing import NamedTuple
 from jvpipe.ir.examples import Examples
 
 NONE = -1
-"""The layer of a value without one; the stage, layer or micro-batch of a row without one."""
+"""Stands for a layer, stage or micro-batch that a value or row does not have."""
 NEVER = -(10**9)
-"""The micro-batch of a value without one, and the version of a value without one.
+"""Stands for a micro-batch or version that a value does not have.
 
-It is far below 0, because each step of a stream counts from its own beginning:
-micro-batches and versions of earlier steps have numbers below 0.
+It is far below 0, because small negative numbers are in use: each step of a stream counts from its
+own beginning, so micro-batches and versions of earlier steps have numbers below 0.
 """
 
 
@@ -43,25 +43,26 @@ class ValueKind(StrEnum):
     SEED = "seed"  # micro-batch
     # an edge: a tensor between layers
     TENSOR = "tensor"  # index: the edge; micro-batch
-    # the sum of an edge's cotangents so far, which begins with the last reader
+    # the sum of an edge's cotangents so far, to which the edge's last reader adds first
     COTANGENT = "cotangent"  # index: the edge; micro-batch
     # a value that a layer's forward leaves for its backward
     RESIDUAL = "residual"  # index: its number in the layer; layer; micro-batch
     # a value that the first half of a backward leaves for the second
     HANDED = "handed"  # index: its number in the layer; layer; micro-batch
-    # a sum of gradients; version: the number of the update that reads it; micro-batch: if
-    # devices take turns, the first one that adds to the device's sum, otherwise NEVER
+    # a sum of gradients; version: the number of the update that reads it; micro-batch: NEVER or,
+    # if devices take turns, the first micro-batch whose gradients are in the device's sum
     GRADIENT = "gradient"  # index: the leaf; layer: the reader that adds; version; micro-batch
-    # what a micro-batch's loss returns: the loss itself and its aux
-    LOSS = "loss"  # index: 0 for the total, 1 for the weight; micro-batch
+    # the loss of a micro-batch, or one of the two fields of a `Weighted` loss
+    LOSS = "loss"  # index: 0 for the loss or its total, 1 for its weight; micro-batch
+    # a leaf of the aux that the loss function returns besides the loss
     AUX = "aux"  # index: the leaf; micro-batch
-    # the sum of the losses' weights; version: the number of the update that reads it, NEVER for
-    # the metrics of a stream's step; micro-batch: for these, the first of the step, else NEVER
+    # a sum of the weights of losses; version: the number of the update that reads the sum. The sum
+    # for the metrics of a stream's step has the step's first micro-batch instead of a version
     WEIGHT = "weight"  # layer: that of the loss; version; micro-batch
-    # a result of a step: its loss, a group of aux, or the norm of the gradient
+    # a result of a step: the loss, a group of aux, or the norm of the gradient
     METRIC = "metric"  # index; micro-batch: the first of its step
     # a small value that one piece of the optimizer hands to another
-    EXCHANGE = "exchange"  # index; layer: its maker; micro-batch
+    EXCHANGE = "exchange"  # index; layer: the layer of the piece that makes it; micro-batch
     # a parameter moved ahead for a forward
     PREDICTED = "predicted"  # index: the leaf; micro-batch
     # a parameter moved back for a backward
@@ -73,14 +74,14 @@ class ValueKind(StrEnum):
     # the number of updates in a layer's running means
     UPDATES = "updates"  # layer
     # a small array that tells another process that a copy has arrived
-    MARK = "mark"  # index: the row of the copy
+    MARK = "mark"  # index: the number of the row that makes the (last) copy
 
 
 class Owner(StrEnum):
     """The accounts under which reports and ledgers count the bytes of buffers."""
 
     PARAMETER = "parameter"
-    # stashed, predicted and corrected parameters, and what is remembered of their updates
+    # older, predicted and corrected versions of parameters, and records of their updates
     VERSION = "version"
     OPTIMIZER = "optimizer"
     STATE = "state"
@@ -99,16 +100,15 @@ class ValueInfo:
 
     Attributes:
         owner: the account under which the bytes of its buffers are counted.
-        lasts: whether it lies on the devices between steps.
-        alone: whether it has a single copy, at the place where its layer runs.
-        fed: whether it comes from the host when a program first reads it.
-        follows: whether it moves with its layer. The old buffer then ends only after the
-            value has arrived at the new place.
-        passed_on: whether each reader adds to it and sends it on. A copy that was sent on
-            is no longer valid.
-        gathered: whether updates of other layers read copies of it.
-        remembered: whether it records what updates did. A stream keeps it from one update
-            to the next.
+        lasts: whether it is part of the state that a step leaves for the next step.
+        alone: whether it has only one copy, at the place where its layer runs.
+        fed: whether it is copied from the host when a program first reads it.
+        follows: whether it moves with its layer. The old buffer is then freed only after the value
+            has arrived at the new place.
+        passed_on: whether each reader adds to it and sends it on. A reader's own copy is no longer
+            valid after that.
+        gathered: whether updates and reductions at other places read copies of it.
+        remembered: whether it records past updates. A stream keeps it from one update to the next.
     """
 
     owner: Owner
@@ -145,30 +145,30 @@ VALUES: dict[ValueKind, ValueInfo] = {
     ValueKind.UPDATES: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),
     ValueKind.MARK: ValueInfo(Owner.METRIC),
 }
-"""The only table of kinds of values."""
+"""The properties of each kind of value."""
 
 
 class Value(NamedTuple):
     """The name of a value: its kind, and the fields that tell it apart from others of its kind.
 
-    The name does not say where the value lies. `ValueKind` says which fields each kind
-    uses. `examples` is set for the part of a value that a replica works on: the part is
-    made of these examples of its micro-batch, or of each micro-batch if it is a sum over
-    several. None stands for all examples.
+    The name does not say where the value lies. `ValueKind` says which fields each kind uses.
+    `examples` is set for a replica's part of a value: it is the slice of the micro-batch that the
+    replica works on. A sum over several micro-batches has the same slice of each. None stands for
+    all examples.
 
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1
     """
 
     kind: ValueKind
-    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] - a tuple hashes fast; nobody searches it
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] - tuples hash fast; `tuple.index` is unused
     layer: int = NONE
     microbatch: int = NEVER
     version: int = NEVER
     examples: Examples | None = None
 
     def shifted(self, microbatches: int, versions: int) -> "Value":
-        """Names the same value some micro-batches and versions later in a stream.
+        """Names the corresponding value some micro-batches and versions later in a stream.
 
         >>> str(Value(ValueKind.PARAMETER, 4, version=1).shifted(8, -2))
         'parameter 4 version -1'

@@ -1,4 +1,4 @@
-"""A loss that is a mean over items whose number differs between micro-batches."""
+"""Weighted losses: means over items, such as tokens, whose number differs between micro-batches."""
 
 from typing import Any, NamedTuple
 

@@ -1,9 +1,10 @@
-"""The buffer table while a step is lowered: the numbers of buffers, and their present names.
+"""The buffer table of a step that is being lowered: the number and the current name of each buffer.
 
 A buffer has a number, which never changes, and a name, which may change. The name is a `Spot`: a
 value, a place, and which of the value's copies it is. Names change in two ways. An update in place
-turns version 3 of a parameter into version 4. A value that moves leaves its old buffer behind; that
-buffer is then named stale, so that no program reads it. Three mappings tie numbers to names:
+turns version 3 of a parameter into version 4. A value that moves leaves its old buffer behind; the
+old buffer is renamed to the copy STALE, so that no program reads it. Three mappings tie numbers to
+names:
 
     ids         name -> number              for the buffers that can be found by name
     spots       number -> name              for every buffer
@@ -20,7 +21,7 @@ class BufferTable:
     """The buffers of a step, with their names.
 
     `places` are the places that may hold a buffer, in the order in which plans named them. If
-    several hold a value, `holder` returns the first.
+    several places hold a value, `holder` returns the first of them.
 
     >>> from jvpipe.ir.values import ValueKind
     >>> table, old = BufferTable(), Value(ValueKind.PARAMETER, 0, version=3)
@@ -46,12 +47,12 @@ class BufferTable:
         size: int,
         copy: Copy = Copy.OWN,
     ) -> int:
-        """Returns the number of the buffer with a copy of a value at a place; makes it if missing.
+        """Returns the number of the buffer for a copy of a value at a place; makes it if missing.
 
         Args:
             value: the value.
             place: where the copy lies.
-            size: of the copy, in bytes.
+            size: the bytes of the copy.
             copy: which of the value's copies at the place.
         """
         spot = Spot(value, place, copy)
@@ -70,14 +71,14 @@ class BufferTable:
         size: int,
         copy: Copy,
     ) -> int:
-        """Makes a buffer with a copy of a value at a place, and returns its number.
+        """Makes a new buffer for a copy of a value at a place, and returns its number.
 
         An older buffer of the same name loses the name.
 
         Args:
             value: the value.
             place: where the copy lies.
-            size: of the copy, in bytes.
+            size: the bytes of the copy.
             copy: which of the value's copies at the place.
         """
         self.ids.pop(Spot(value, place, copy), None)
@@ -108,13 +109,13 @@ class BufferTable:
         if spot.copy is not Copy.AWAY:
             self.rename(b, spot._replace(copy=Copy.STALE))
             return
-        # A stale buffer is counted as memory of the device. This one lies on the host, so it only
-        # loses its name.
+        # A stale buffer is counted as memory of the device. This buffer lies on the host, so it
+        # does not become stale, but loses its name.
         self.ids.pop(spot, None)
         self.current.pop((spot.value, spot.place), None)
 
     def forget(self, spot: Spot) -> None:
-        """Takes a name out of the table. Its buffer stays, but is no longer found."""
+        """Removes a name from the table. The buffer remains, but can no longer be found by name."""
         b = self.ids.pop(spot)
         if self.current.get((spot.value, spot.place)) == b:
             del self.current[spot.value, spot.place]

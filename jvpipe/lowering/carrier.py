@@ -1,14 +1,14 @@
-"""The carrier: it brings values to the places where they are needed, by rows that copy them.
+"""The carrier, which writes the rows that copy values to the places where they are needed.
 
     case                               row
-    another place needs a value too    SEND
+    another place also reads a value   SEND
     a layer changes places             MOVE for each of its values
     a value's fate has changed         OUT or IN, between the device of its place and the host
 
-Before an operation runs, `bring` and `send` get the values that its place lacks. When the plan
+Before an operation runs, `bring` and `send` copy the missing values to its place. When the plan
 changes, values may also be moved earlier, to save time. A step moves most values early, in this
 order (step.py): `relocate` before a new plan begins, `bring_state` after the last task, then
-`commit`, which ends the old buffers. A stream calls `keep` at a change of plan, and ends old
+`commit`, which frees the old buffers. A stream calls `keep` at a change of plan, and frees old
 buffers one by one (stream/departures.py).
 """
 
@@ -29,14 +29,14 @@ from jvpipe.programs.optimizer_pieces import OptimizerCut
 
 @dataclass
 class Block:
-    """Rows that belong together: those of a task or, if `task` is None, rows outside of tasks."""
+    """The rows of a task or, if `task` is None, rows between tasks."""
 
     task: Task | None
     rows: list[Row] = field(default_factory=list)
 
 
 class Carrier(BufferTable):
-    """A writer of rows that copy values from place to place, under the plan entered last.
+    """A writer of rows that copy values between places, according to the plan entered last.
 
     Args:
         graph: the layers.
@@ -48,7 +48,7 @@ class Carrier(BufferTable):
     Attributes:
         where: the places of layers under the plan entered last.
         blocks: the rows so far.
-        moved: pairs of an old buffer and the copy that must arrive before the old buffer ends.
+        moved: pairs of an old buffer and the copy that must arrive before the old buffer is freed.
         persistent: how many buffers of the table exist before the first row.
     """
 
@@ -68,8 +68,8 @@ class Carrier(BufferTable):
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, with their final buffers
         self._placements: dict[int, Placement] = {}  # by the identity of their plan
-        # Whether a plan so far has replicas. If so, a value that is brought to another place also
-        # stays where it is, because a replica at the old place may read it.
+        # Whether a plan entered so far has replicas. If so, a value that is brought to another
+        # place also stays at the old place, because a replica there may read it.
         self._replicated = False
         self.enter(plan)
         for buffer in self.where.lasting:
@@ -77,7 +77,7 @@ class Carrier(BufferTable):
         self.persistent = len(self.buffers)
 
     def enter(self, plan: Plan) -> None:
-        """Enters a plan: operations are placed under it from here on."""
+        """Makes a plan the current one, by which later operations are placed."""
         if id(plan) not in self._placements:
             self._placements[id(plan)] = Placement(self.graph, plan, self.optimizer)
         self.where = self._placements[id(plan)]
@@ -98,13 +98,13 @@ class Carrier(BufferTable):
         """Appends a row to the block.
 
         Args:
-            kind: of the row.
-            place: where it runs.
-            layer: the layer that it concerns, or NONE.
+            kind: the kind of the row.
+            place: the place where the row runs.
+            layer: the layer that the row belongs to, or NONE.
             m: the micro-batch, or NONE.
             reads: the numbers of the buffers that it reads.
             writes: the numbers of the buffers that it writes.
-            run: what tells it apart from other rows of its kind and layer.
+            run: the row's details, such as the bounds of a slice.
         """
         row = Row(
             kind,
@@ -122,9 +122,8 @@ class Carrier(BufferTable):
     def metric(self, value: Value) -> int | None:
         """Returns a buffer that holds a metric, or None if no row has made the metric.
 
-        It is the buffer at the present place of the loss, if that place has one. If not, the last
-        forward that the metric needs ran under an earlier plan, and the buffer lies where that plan
-        has the loss.
+        The buffer is at the loss's current place, unless the last forward that the metric needs ran
+        under an earlier plan. Then it is where that plan has the loss.
         """
         place = self.holder_near(value, self.where.home)
         return None if place is None else self.current[value, place]
@@ -146,13 +145,13 @@ class Carrier(BufferTable):
         layer: int,
         m: int,
     ) -> int:
-        """Returns a copy of a value at another place. Makes the copy if it is missing.
+        """Returns the buffer with a value at another place, and makes a missing copy there.
 
         Args:
             value: the value to copy.
             source: a place that has it.
             target: the place that gets it.
-            layer: the layer that the row concerns.
+            layer: the layer that the row belongs to.
             m: the micro-batch, or NONE.
         """
         if (value, target) not in self.current:
@@ -170,7 +169,7 @@ class Carrier(BufferTable):
         layer: int,
         m: int = NONE,
     ) -> int:
-        """Returns a buffer with a value at a place, and moves the value there if it lies elsewhere.
+        """Returns the buffer with a value at a place, and moves the value there if it is elsewhere.
 
             case                      rows
             its layer changes places  MOVE
@@ -189,7 +188,7 @@ class Carrier(BufferTable):
         if b is not None and is_away == (self.spots[b].copy is Copy.AWAY):
             return b
         source = self.holder(value) if b is None else target
-        assert source is not None, f"{value} lies nowhere"
+        assert source is not None, f"no place has {value}"
         b = self.current[value, source]
         info = VALUES[value.kind]
         size = self.buffers[b].bytes
@@ -292,14 +291,14 @@ class Carrier(BufferTable):
                 case ValueKind.STATE:
                     pass
                 case _:
-                    raise AssertionError(f"{buffer.value} does not lie on the devices at rest")
+                    raise AssertionError(f"{buffer.value} is not state between steps")
         self.enter(before)
 
     def commit(self) -> None:
-        """Ends the old buffers of everything that has moved, once the copies have arrived.
+        """Frees the old buffers of all values that have moved, once the copies have arrived.
 
-        Until this call every old buffer exists. With `by_host`, values wait on the host. They go on
-        to their new places after the old buffers have ended.
+        Until this call all old buffers exist. With `by_host`, values wait on the host, and go on to
+        their new places after the old buffers have been freed.
         """
         staying = {b for _, b in self.lasting()}
         for old, new in self.moved:
@@ -344,16 +343,17 @@ class Carrier(BufferTable):
         """Names a leaf of the model state as the last micro-batch left it."""
         versions = []
         for value, _ in self.current:
-            # Parts that replicas have made do not count. Their names have examples.
+            # Parts that replicas have made, whose names have examples, do not count.
             is_whole = value.kind is ValueKind.STATE and value.examples is None
             if is_whole and value.index == k:
                 versions.append(value)
         return max(versions, key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:
-        """Lists the values that lie on the devices between steps under the present plan.
+        """Lists the state that the current plan has between steps, with its newest buffers.
 
-        Each is listed as its name between steps and its newest buffer.
+        An entry has the name that a buffer of the state has between steps, and the number of the
+        buffer that holds the newest value of that name.
         """
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():

@@ -9,8 +9,9 @@ sent once to each stage:
     parts that are sent          |   0:2   |2:3|3:4|   4:6   |
 
 A replica cuts the parts out of its result (SLICE), and the replica that reads them joins them
-(CONCAT). A value that has no axis of examples is not cut. It arrives as a weighted sum of what the
-replicas have made (REDUCE), or every replica has made the same value, and one of them sends it.
+(CONCAT). A value without an axis of examples is not cut. If it is a sum or a mean, the reader makes
+a weighted sum of the senders' values (REDUCE). Otherwise all senders have the same value, and each
+reader gets it from one of them, but its cotangents are added up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,14 +27,11 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""How values depend on the examples if they are weighted sums of the replicas' values.
-
-Such a value has no axis of examples.
-"""
+"""If a value depends on the examples in one of these ways, it is a weighted sum over replicas."""
 
 
 class Exchange(ReplicaParts):
-    """The operations that join what a replica reads, and cut what it delivers.
+    """A maker of operations that join the values a replica reads, and cut those it delivers.
 
     Args:
         where: the replicas of each layer.
@@ -47,7 +45,7 @@ class Exchange(ReplicaParts):
     def joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
         """Yields the operations that join the parts which other stages have sent.
 
-        A value is joined once per stage, even if several of the stage's layers read it.
+        A replica joins a value only once, even if several of its stage's layers read the value.
 
         Args:
             op: the operation that reads the parts.
@@ -73,13 +71,13 @@ class Exchange(ReplicaParts):
     ) -> Iterator[Operation]:
         """Yields the operation that makes a replica's part of an edge or of an edge's cotangent.
 
-        Yields nothing if the value has arrived as the very part that is read.
+        Yields nothing if the other stage has sent exactly the part that is read.
 
         Args:
             op: the operation that reads the part.
             value: the whole value.
             source: the layer that the value comes from.
-            examples: the examples of the replica that reads the part.
+            examples: the slice of the replica that reads the part.
         """
         whole = Write.of(self.graph, value)
         size = self.part_bytes(value, whole.bytes, examples)
@@ -162,7 +160,8 @@ class Exchange(ReplicaParts):
         to_cut: dict[Value, list[Delivery]] = {}  # by part
         for value, layers, _ in op.delivers:
             elsewhere = [layer for layer in layers if where.stage[layer] != stage]
-            # An edge is delivered only to other stages: this stage reads it where it is made.
+            # An edge is delivered only to other stages; the maker's stage reads it where it is
+            # made.
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
                     mine = self.named(value, examples)
@@ -185,7 +184,7 @@ class Exchange(ReplicaParts):
                         readers = layers if examples is None else elsewhere
                         direct += self.to_all_replicas(value, readers)
                 case _:
-                    raise AssertionError(f"nobody says where {value} goes to")
+                    raise AssertionError(f"the target of {value} is not defined")
         if examples is not None:  # losses are summed at the place of the first replica
             for write in op.writes:
                 if write.value.kind is ValueKind.LOSS:
@@ -231,7 +230,7 @@ class Exchange(ReplicaParts):
                 yield Delivery(mine, (layer,), receivers)
             else:
                 assert over is Over.NONE, (
-                    f"stages of unequal width, and {value} has no axis of examples"
+                    f"the stages have different slices, but {value} has no axis of examples"
                 )
                 yield Delivery(mine, (layer,), receivers[:1])
 
@@ -253,7 +252,7 @@ class Exchange(ReplicaParts):
         array = self.graph.tensors[part.index].array
         spread = self.spread(part)
         first = self.whole(examples).start
-        rows = array.shape[spread.axis] // self.graph.examples  # of the axis, per example
+        rows = array.shape[spread.axis] // self.graph.examples  # along the axis, per example
         start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
         write = Write(part, self.part_bytes(part, array.bytes, part.examples))
         run = SliceRun(

@@ -1,10 +1,10 @@
-"""Expanding: a task of a stage becomes the operations of its layers, over values.
+"""Expanding: a task of a stage becomes operations of the stage's layers, on values.
 
 A task is a stage, a kind and a micro-batch: 1F2 is the forward of micro-batch 2 on stage 1. An
-operation is the work of one program. The values that it reads and writes do not yet have a place
-(the number of a device). In this example stage 1 has layers 3 and 4. Layer 3 is recomputed, has no
-weights to train, and its backward cannot be split. Micro-batch 2 is the first that runs backward,
-so layer 4 has no accumulator of gradients yet:
+operation is the work of one program. The values that it reads and writes are not yet assigned to
+places (devices). In this example stage 1 has layers 3 and 4. Layer 3 is recomputed, has no weights
+to train, and its backward cannot be split. Micro-batch 2 is the first that runs backward, so layer
+4 has no accumulator of gradients yet:
 
     task   operations, in the order in which they run
     1F2    F(layer 3) F(layer 4)
@@ -67,13 +67,13 @@ class Expander(LayerValues):
         """Makes an operation, and adds what it writes to `existing`.
 
         Args:
-            kind: of the operation.
+            kind: the kind of the operation.
             layer: the layer that runs, or NONE.
             m: the micro-batch, or NONE.
             reads: the values that it reads.
             writes: the values that it yields.
-            run: what distinguishes it from other operations of its kind and layer.
-            delivers: the values that go to layers which may run elsewhere.
+            run: the details of its row, such as the bounds of a slice.
+            delivers: the values to send to layers that may run at other places.
         """
         self.existing.update(write.value for write in writes)
         return Operation(
@@ -89,7 +89,7 @@ class Expander(LayerValues):
     # Tasks
 
     def forward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields a layer's forward, whose outputs go straight to the layers that read them.
+        """Yields a layer's forward, whose outputs are sent at once to the layers that read them.
 
         Args:
             layer: the layer that runs.
@@ -300,7 +300,7 @@ class Expander(LayerValues):
         )
 
     def _zeros(self, layer: Layer, m: int) -> Operation:
-        """Makes fresh accumulators for a layer."""
+        """Makes the operation that makes new accumulators of gradients for a layer."""
         trained = self.graph.trained(layer.reading(ValueKind.PARAMETER))
         sums = [self.weights.gradient(p, layer.id, m) for p in trained]
         writes = [Write.of(self.graph, value) for value in sums]
@@ -314,7 +314,7 @@ class Expander(LayerValues):
         m: int,
         layout: MicrobatchLayout,
     ) -> Iterator[Operation]:
-        """Recomputes an edge if the reader's stage dropped it after the forward.
+        """Yields the forwards that recompute an edge, if the reader's stage has dropped the edge.
 
         Args:
             reader: the layer that reads the edge.
@@ -327,10 +327,10 @@ class Expander(LayerValues):
             yield from self._recompute(self.graph.layers[producer], m, layout)
 
     def _recompute(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Runs a layer's forward again for later backwards, at most once per micro-batch.
+        """Yields a layer's forward again, for later backwards, at most once per micro-batch.
 
-        If inputs of the layer were dropped too, the layers that make them run first. The recursion
-        ends, because the producer of an input is an earlier layer.
+        If inputs of the layer were also dropped, the layers that make them run again first. The
+        recursion ends, because the producer of an input is an earlier layer.
 
         Args:
             layer: the layer.

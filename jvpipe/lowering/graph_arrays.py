@@ -9,8 +9,8 @@ from jvpipe.ir.values import ValueKind
 def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
     """Returns the array of the graph that has the shape, type and layout of a value.
 
-    The gradient of a parameter, and the weights predicted or corrected from it, are like the
-    parameter. A cotangent is like its tensor.
+    The gradient of a parameter, predicted or corrected weights, and records of updates have the
+    parameter's array. A cotangent has the array of its tensor.
 
     Args:
         graph: the model's layers.

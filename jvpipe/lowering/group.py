@@ -5,13 +5,14 @@
     1R2[layer 4]  1B2[layer 4]  1B2[layer 3]          1B2[layers 4 to 3]
     1F2[layer 3]  1SEND2  FEED  1F2[layer 4]          FEED  1F2[layers 3 to 4]  1SEND2
 
-1F2 is the forward of micro-batch 2 on stage 1. A buffer that is made, read and ended within a group
-stops being a buffer, and becomes temporary memory of the group's program. Rows that feed the batch
-and rows that make fresh accumulators go before the group. Copies of the group's results to other
-places go after it. Any other row between the layers ends the group.
+1F2 is the forward of micro-batch 2 on stage 1. If a buffer is made, read and freed within a group,
+it is no longer a buffer, but temporary memory of the group's program. Rows that feed the batch and
+rows that make fresh accumulators go before the group. Copies of the group's results to other places
+go after it. Any other row between the layers ends the group.
 
-This is the last pass of lowering, and no earlier pass knows about groups. Planning, moving, saving
-and measuring still work on layers. Grouping does not change the order in which layers run.
+This is the last pass of lowering, and no earlier pass knows about groups. Planning, migration,
+checkpoints and measurements still work on layers. Grouping does not change the order in which
+layers run.
 """
 
 from collections import Counter
@@ -45,12 +46,13 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     touched: Counter[int] = Counter()
     for row in rows:
         touched.update({*row.reads, *row.writes})
-    assert ended <= touched.keys(), "what ends is read or written before"
+    assert ended <= touched.keys(), "every freed buffer is read or written"
     # A buffer that ends, and that only one row touches, is not needed outside that row.
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
-    # The rows at which buffers end are found again: a group touches fewer buffers than its parts.
+    # The last row that touches a buffer is found again, because a group touches fewer buffers than
+    # its parts.
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
 
@@ -63,7 +65,7 @@ def _without(row: Row, made_within: set[int]) -> Row:
 
 
 class _Key(NamedTuple):
-    """What the rows of a group have in common."""
+    """The properties that all rows of a group share."""
 
     stage: int
     microbatch: int
@@ -114,9 +116,9 @@ class _Group:
 def _one(parts: Sequence[Row], kind: Kind) -> Row:
     """Makes one row of several parts.
 
-    The buffers that the row overwrites come first among its writes, in the order of its reads. A
-    compiler goes through the results and gives each one the next suitable input to overwrite. In
-    this order that input is the buffer which the result has to overwrite.
+    The buffers that the row overwrites come first among its writes, in the order of its reads. JAX
+    goes through the results and lets each result overwrite the next suitable input. In this order
+    that input is the buffer that the result has to overwrite.
     """
     # A buffer that an earlier part has written does not come from outside the group.
     written: set[int] = set()

@@ -18,7 +18,7 @@ from jvpipe.ir.values import Value, ValueKind
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """The signatures of the programs that run on one slice of the micro-batch, by layer."""
+    """The signatures of the programs that run on one slice of a micro-batch, by layer."""
 
     signatures: Mapping[int, Signature]
     halves: Mapping[int, SplitSignature]
@@ -28,7 +28,7 @@ class SliceLayout:
 class MicrobatchLayout:
     """The plan, fates and programs of a micro-batch.
 
-    `number` tells the layouts of a step apart. `signatures` say what each layer's programs take and
+    `number` identifies the layout in its step. `signatures` say what each layer's programs take and
     yield. `halves` has the signatures of backwards that are split in two. `sliced` has those of the
     programs that replicas run on their slices.
     """
@@ -120,7 +120,8 @@ class MicrobatchLayout:
                             m,
                         )
                     )
-        # Stages on the same devices share an edge's buffer. It stays if two of these stages use it.
+        # Stages on the same devices share an edge's buffer. The buffer stays if two of these stages
+        # use it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:

@@ -1,4 +1,4 @@
-"""Liveness: each buffer ends with the last row that touches it, unless it outlives the step.
+"""Liveness: each buffer is freed by the last row that touches it, unless it outlives the step.
 
 A row is one program or one copy. To touch a buffer is to read it or to write it.
 
@@ -7,9 +7,9 @@ A row is one program or one copy. To touch a buffer is to read it or to write it
     SEND   reads a
     B      reads a, writes b     a; also b, unless b outlives the step
 
-So the rows alone say what a memory holds and when. A buffer begins with the first row that writes
-it, unless it exists before the step. It ends with the row that frees it. If a pass needs a buffer
-longer, it lets a later row touch the buffer.
+So the rows determine which buffers a memory holds, and when. A buffer begins with the first row
+that writes it, unless it exists before the step. It ends with the row that frees it. If a pass
+needs a buffer longer, it lets a later row touch the buffer.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,8 +38,8 @@ def live(
     """Makes a step of rows, in which the last row that touches a buffer frees it.
 
     Args:
-        rows: in the order of their dispatch.
-        buffers: the table of all buffers; rows name them by their positions.
+        rows: the rows in the order of their dispatch.
+        buffers: the table of all buffers; rows refer to buffers by their positions.
         persistent: how many buffers exist before the step; they are the first of the table.
         final: the buffers that hold the state after the step, in the order of the persistent ones.
             The next step begins with them.
@@ -67,11 +67,11 @@ def live(
 def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
     """Returns the rows, each with the buffers that end with it.
 
-    A buffer that no row touches never ends. If it has to end, a DROP row must touch it.
+    A buffer that no row touches is never freed. To free it, a pass adds a DROP row that touches it.
 
     Args:
-        rows: in the order of their dispatch.
-        lasting: the buffers that no row ends.
+        rows: the rows in the order of their dispatch.
+        lasting: the buffers that no row may free.
     """
     ending: dict[int, list[int]] = {}
     for buffer, number in last_touches(rows).items():
@@ -98,7 +98,7 @@ def renumbered(rows: Iterable[Row], ids: Mapping[int, int], microbatches: int = 
     result = []
     for row in rows:
         m = row.microbatch
-        if m >= 0:  # NONE stays what it is
+        if m >= 0:  # NONE is not shifted
             m -= microbatches
         result.append(
             replace(

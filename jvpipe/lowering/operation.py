@@ -59,10 +59,10 @@ class Operation:
         microbatch: the micro-batch; NONE if it concerns a whole step.
         reads: the values that it reads. A value that is also written is updated in place.
         writes: the values that it yields.
-        run: what tells it apart from other operations of its kind and layer.
+        run: the details of its row, such as the bounds of a slice.
         delivers: the values that are sent, as soon as they exist, to layers that may run elsewhere.
         forgets: the values that no later operation reads.
-        examples: those of the replica that runs it; None for the first replica of the stage.
+        examples: the slice of the replica that runs it; None stands for the first replica.
 
     >>> from jvpipe.ir.values import ValueKind
     >>> edge = Value(ValueKind.TENSOR, 7, microbatch=0)
@@ -83,12 +83,12 @@ class Operation:
 
 
 def reducing_copies(replicas: int) -> int:
-    """Counts the copies of a layer's gradients that adding them up takes beside a device's own.
+    """Counts the copies of a layer's gradients, besides its own, that a replica needs for the sum.
 
     Gradients are added up in the order of the replicas, at the replica that updates the layer:
 
-        at replica 1    own g1    beside it: g0, and the sum g0 + g1
-        at replica 2    own g2    beside it: g0, g1, and the sum g0 + g1
+        at replica 1    its own: g1    besides: g0, and the sum g0 + g1
+        at replica 2    its own: g2    besides: g0, g1, and the sum g0 + g1
 
     >>> [reducing_copies(replicas) for replicas in (1, 2, 3, 8)]
     [0, 2, 3, 3]
@@ -108,9 +108,9 @@ def summed(
         REDUCE   sums  = first + second
         REDUCE   sums += third
 
-    The first REDUCE adds the gradients of two replicas. Each later REDUCE adds the gradients of one
-    more replica. So copies of at most two replicas' gradients exist at a time. The order of
-    summation never depends on which replica is faster.
+    The first REDUCE adds the gradients of two replicas. Each later REDUCE adds those of one more
+    replica in place. So only two replicas' gradients are copied at a time. The order of summation
+    never depends on which replica is faster.
 
     Args:
         graph: the layers.

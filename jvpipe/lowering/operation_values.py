@@ -1,8 +1,8 @@
 """The values that operations of layers read, write and deliver, by name.
 
 A value's name has its kind and index and, where they matter, its layer, micro-batch and version. It
-says what the value is, but not where it lies. How a name follows from a layer and a micro-batch is
-decided here alone, so that the operation that writes a value and those that read it agree.
+says what the value is, but not where it lies. Only this file decides how names follow from layers
+and micro-batches. So the operation that writes a value and those that read it use the same name.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from jvpipe.lowering.weight_rule import Weights
 
 
 class LayerValues:
-    """The names of what layers read, write and deliver.
+    """The names of the values that layers read, write and deliver.
 
     Args:
         graph: the layers, and the values between them.
@@ -45,7 +45,7 @@ class LayerValues:
             layer: the layer that reads.
             ref: one of the layer's inputs.
             m: the micro-batch.
-            back: whether the layer's backward reads the value, rather than its forward.
+            back: whether the layer's backward reads the value; if not, its forward does.
         """
         match ref.kind:
             case ValueKind.PARAMETER:
@@ -129,7 +129,7 @@ class LayerValues:
         arrays: Sequence[Array],
         copy: Copy = Copy.OWN,
     ) -> list[Write]:
-        """Names the values that one program of a layer leaves for a later one.
+        """Names the values that one program of a layer leaves for a later program of the layer.
 
         Args:
             kind: RESIDUAL or HANDED.
@@ -143,7 +143,7 @@ class LayerValues:
         return [Write(value, array.bytes, copy) for value, array in pairs]
 
     def deliveries(self, layer: Layer, m: int) -> list[Delivery]:
-        """Lists a forward's outputs for other layers. Losses are summed where they are made."""
+        """Lists a forward's outputs for other layers. The loss stays where it is made."""
         graph = self.graph
         delivers = []
         for ref in layer.writes:

@@ -1,4 +1,4 @@
-"""Merges the task lists of all stages into one order of dispatch, as early as dependencies allow.
+"""Merges the task lists of all stages into one order of dispatch, by simulated start times.
 
 The controller dispatches all tasks from one thread, so the lists of all stages have to become one
 list. Its order is the one in which the tasks would start if every stage were equally fast. In this
@@ -19,8 +19,8 @@ Backwards send to earlier stages, so the order among them is from the last list 
 Forwards send to later devices, so the order among them is from the first device to the last (on one
 device, from its last list to its first). In both orders, a device that sends comes before the
 device that receives. This saves time: a copy needs a new buffer on the receiving GPU, and waits for
-all work that this GPU got before the buffer was made. That work does not yet include the receiver's
-own task.
+all work that this GPU got before the buffer was made. In this order, that work does not yet include
+the receiver's task.
 """
 
 import heapq
@@ -36,10 +36,10 @@ from jvpipe.lowering.layout import stages_of
 
 
 class _Queue:
-    """The tasks whose inputs arrive at a known time, at most one from each list.
+    """The tasks whose inputs arrive at a known time, at most one task from each list.
 
     Args:
-        device: where a task runs.
+        device: returns the device of a task.
     """
 
     def __init__(self, device: Callable[[Task], int]) -> None:
@@ -69,7 +69,7 @@ class _Queue:
         loop, so each task goes back at most once, and the loop ends.
 
         Args:
-            seconds: how long a task takes.
+            seconds: returns how long a task takes.
 
         Returns:
             The number of the task's list, the task, and the time at which it ends.
@@ -98,9 +98,9 @@ def dispatch_order(
     Args:
         lists: for each stage, or each device of several stages, its tasks in the order in which it
             runs them.
-        waits_for: the tasks of other stages whose results a task needs.
-        seconds: how long a task takes; only ratios matter.
-        device: where a task runs; stages on one device take turns.
+        waits_for: returns the tasks of other stages whose results a task needs.
+        seconds: returns how long a task takes; only ratios matter.
+        device: returns the device of a task; a device runs one task at a time.
         done: tasks that ran before.
 
     Raises:
@@ -147,7 +147,7 @@ def _check_none_left(
 
     Args:
         left: the tasks of each list that have not started.
-        waits_for: the tasks that a task waits for.
+        waits_for: returns the tasks that a task waits for.
         ended: the tasks that have started, whose ends are known.
 
     Raises:
@@ -202,7 +202,7 @@ class _Neighbors:
 
 
 class Waits:
-    """A function that finds the tasks which make what a task reads: values and model state.
+    """A function that finds the tasks whose results a task reads: values and model state.
 
     Model state is what layers carry from one micro-batch to the next, such as running means.
 
@@ -252,7 +252,7 @@ class Waits:
             case Kind.U:
                 return  # an update follows its stage's backward in the list
             case _:
-                raise AssertionError(f"nobody says what {task} waits for")
+                raise AssertionError(f"the tasks that {task} waits for are not defined")
 
     def _state_writers(self, s: int, m: int) -> Iterator[Task]:
         """Yields the forwards of micro-batch m - 1 that write model state which stage s reads."""
@@ -280,8 +280,8 @@ def order(
         waits: finds the tasks whose results a task reads.
         lists: the tasks of each stage or device.
         done: tasks that ran before.
-        waits_too: finds further tasks that a task waits for: those that make a version of weights
-            that it reads, or that must add to a sum of gradients before it does.
+        waits_too: finds more tasks that a task waits for: tasks that make a version of weights that
+            it reads, or that must add to a sum of gradients before it does.
     """
 
     def waits_for(task: Task) -> Iterator[Task]:
@@ -298,10 +298,10 @@ def order(
 
 
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
-    """Yields the tasks of other stages that must add to a task's sums of gradients before it.
+    """Yields the tasks of other stages that must add to a task's sums of gradients before the task.
 
     Gradients are added in the order of micro-batches. If the plan changes at the task's
-    micro-batch, other stages may have run the task's layers for the micro-batch before it. These
+    micro-batch, other stages may have run the task's layers for the previous micro-batch. These
     stages must add their gradients first.
 
     Args:

@@ -1,4 +1,4 @@
-"""Placing: operations become rows on places, with copies of values that lie elsewhere.
+"""Placing: operations become rows at places, with copies of the values that are elsewhere.
 
 A place is the number of a device, or of a mesh of devices. A row is one program or one copy.
 
@@ -9,10 +9,10 @@ A place is the number of a device, or of a mesh of devices. A row is one program
 
 In the first line layers 4 and 9 run at one other place, so one SEND serves both.
 
-A value that a layer makes for other layers is sent to their places at once. A value that belongs to
-a layer, such as a weight, is moved if the layer changes places. Before an operation runs, its place
-gets all values that it lacks (carrier.py). Operations name values, not places, so where a layer
-runs cannot change what it computes.
+A value that a layer makes for other layers is sent to the places of these layers at once. A value
+that belongs to a layer, such as a weight, is moved if the layer changes places. Before an operation
+runs, its place gets all values that it lacks (carrier.py). Operations name values, not places, so
+where a layer runs cannot change what it computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from jvpipe.lowering.operation import Operation, Write
 
 
 class Placer(Carrier):
-    """A writer of rows: it places operations one after another, under the plan entered last.
+    """A writer of rows that places operations one after another, under the plan entered last.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Tensor
@@ -44,8 +44,7 @@ class Placer(Carrier):
     >>> placer.begin()
     >>> placer.perform(Operation(Kind.F, 0, 0, (), (Write(made, 4),), delivers=(Delivery(made, (1,)),)))
     >>> [str(row) for row in placer.blocks[0].rows], [str(spot) for spot in placer.spots]
-    (['0F0[layer 0]', '0SEND0[layer 0]'], ['tensor 0 micro-batch 0 at 0', 'tensor 0 micro-batch 0 at
-    1'])
+    (['0F0[layer 0]', '0SEND0[layer 0]'], ['tensor 0 micro-batch 0 at 0', 'tensor 0 micro-batch 0 at 1'])
     """
 
     def begin(self, task: Task | None = None) -> None:
@@ -59,12 +58,12 @@ class Placer(Carrier):
         keeps: bool = False,
         place: int | None = None,
     ) -> None:
-        """Writes an operation's row, between the copies of what it reads and of what it delivers.
+        """Writes an operation's row, with the copies that it needs before and after the row.
 
         Args:
             op: the operation.
             keeps: for an update, whether the old version of its parameters is still needed. If so,
-                the new version gets buffers of its own. If not, it overwrites the old one.
+                the new version gets new buffers. If not, it overwrites the old version.
             place: where the operation runs; the place of its layer unless given.
         """
         here = self.where.of(op.layer, op.examples) if place is None else place
@@ -108,8 +107,9 @@ class Placer(Carrier):
     def _read(self, value: Value, op: Operation, here: int) -> int:
         """Returns the buffer that an operation reads. A value that lies elsewhere is brought first.
 
-        Batches and seeds are fed from the host. Values that an update or a sum of gradients takes
-        from other layers or replicas are sent. Any other value belongs to the layer and is moved.
+        Batches and seeds are fed from the host. Values that an update or a sum of gradients reads
+        from other layers or replicas are sent. Any other value belongs to the operation's layer and
+        is moved.
 
         Args:
             value: the value that is read.
@@ -130,7 +130,7 @@ class Placer(Carrier):
         if KINDS[op.kind].gathers and info.gathered:
             place = self.where.of(value.layer, value.examples)
             source = self.holder_near(value, place)
-            assert source is not None, f"{value} lies nowhere"
+            assert source is not None, f"no place has {value}"
             return self.send(value, source, here, value.layer, m)
         return self.bring(value, here, layer, m)  # the value belongs to the layer
 
@@ -163,7 +163,7 @@ class Placer(Carrier):
         return fetched
 
     def _return(self, op: Operation, written: Mapping[int, int]) -> None:
-        """Copies results back to the host, for the buffers that lie there.
+        """Copies results back to the host, for the buffers that belong there.
 
         Args:
             op: the operation that has run.

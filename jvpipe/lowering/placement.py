@@ -1,7 +1,7 @@
-"""The places of layers under a plan, and of the values that lie on the devices between steps.
+"""The places of layers under a plan, and of the values that exist between steps.
 
-A place is the number of a device, or of a mesh of devices. `Placement.lasting` decides what lies
-where between steps; moves from plan to plan follow it.
+A place is the number of a device, or of a mesh of devices. `Placement.lasting` decides where values
+are between steps. So it also decides what a change of plan moves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,7 +66,7 @@ class Placement:
 
     @cached_property
     def home(self) -> int:
-        """The place of operations that concern all layers: the first place of the loss."""
+        """The place of operations that belong to no single layer: the first place of the loss."""
         return self.places[self.graph.loss_layer][0]
 
     def of(self, layer: int, examples: Examples | None = None) -> int:
@@ -74,7 +74,7 @@ class Placement:
 
         Args:
             layer: the layer, or NONE.
-            examples: the examples that tell which replica is meant; by default the first.
+            examples: the slice of the replica that is meant; by default, that of the first replica.
         """
         if layer == NONE:
             return self.home
@@ -120,16 +120,16 @@ class Placement:
 
     @cached_property
     def lasting(self) -> tuple[Buffer, ...]:
-        """The buffers that lie on the devices between steps. They hold:
+        """The buffers that exist between steps. They hold:
 
-            parameters       a copy at each place that reads one
+            parameters       a copy at each place that has a reader
             optimizer state  at the replica that updates the layer, or on that replica's host
             model state      a copy at each place that `holding` returns
-            constants        a copy at each place that reads one
+            constants        a copy at each place that has a reader
 
         Optimizer state that belongs to no parameter, such as a count of steps, has a copy for each
-        layer, so that a layer can move with its own copy. A step begins with these buffers, in the
-        order of the list. A state has its arrays in the same order.
+        layer, so that a layer can move with its own copy. A step begins with these buffers, in this
+        order. A state has its arrays in the same order.
         """
         graph, optimizer = self.graph, self.optimizer
         buffers: list[Buffer] = []

@@ -1,4 +1,4 @@
-"""Prefetching: spreads out the copies of optimizer state from the host to updates and back.
+"""Prefetching: moves the copies of optimizer state from and to the host, so that they overlap work.
 
 A place (a device) runs one update for each of its layers:
 
@@ -14,8 +14,8 @@ B7 is the last backward of the place. Rows run from left to right:
 
 The placer writes each update between its own copies. This pass moves the copies, so that both
 directions of the link work at the same time. A place holds at most `UPDATES_HELD` (two) times the
-state of its largest update. Fetches for which this leaves room start before the place's last
-forward or backward. Each later fetch waits until enough state has left the place.
+state of its largest update. Fetches that fit into this bound start before the place's last forward
+or backward. Each later fetch waits until enough state has left the place.
 
 A fetch must stay after the row that puts the state on the host, and before its update. Within these
 bounds its position affects only time and memory.
@@ -33,10 +33,7 @@ from jvpipe.ir.rows import Row
 
 BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
-"""A position among rows: a group, a row of the group, and whether before, at or after that row.
-
-A group is a list of rows that belong together. Positions compare in the order in which rows run.
-"""
+"""A position among rows: the number of a group, that of a row in it, and BEFORE, AT or AFTER."""
 
 
 class _Copy(NamedTuple):
@@ -91,8 +88,8 @@ class _Round:
     def position(self, k: int) -> Position:
         """Returns the position of rows that follow update k.
 
-        If k is -1, the rows precede all updates. They even stand before the last forward or
-        backward, which then runs while they copy.
+        If k is -1, the rows precede all updates. They even precede the last forward or backward,
+        which then runs during their copies.
         """
         if k >= 0:
             return (*self.visits[k].at, AFTER)
@@ -103,17 +100,17 @@ class _Round:
     def copies(self, buffers: Sequence[Buffer]) -> Iterator[_Copy]:
         """Yields each copy and each FREE, in the order of their dispatch.
 
-        `room` is the number of bytes that the place may still take. In all, it may hold
-        `UPDATES_HELD` times the state of its largest update. If a fetch lacks room, FREE rows wait
-        until older state has left:
+        In the code, `room` is the number of bytes that the place may still take. In total, the
+        place may hold `UPDATES_HELD` times the state of its largest update. If a fetch lacks room,
+        FREE rows wait until older state has left:
 
             state of the next update    must come, so it waits for any state that leaves
             state of a later update     waits only for state that began to leave before the update
                                         that has just run; a wait for newer state would stop the
                                         place
 
-        The next update's state always fits in the end. State comes in the order of updates, so once
-        all leaving state has left, the place holds only parts of the next update's state.
+        The next update's state always fits in the end, because state comes in the order of updates.
+        Once all leaving state has left, the place holds only parts of the next update's state.
 
         Args:
             buffers: the table of buffers.
@@ -188,7 +185,8 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
         for copy in updates.copies(buffers):
             at = updates.position(copy.after)
             row = copy.row
-            # If a layer has just moved, its state is fetched only once it is on the new host.
+            # If a layer has just moved, its state is fetched only after it has reached the new
+            # host.
             is_fetch = KINDS[row.kind].link is CopyLink.FROM_HOST
             if is_fetch and written.get(row.reads[0], at) > at:
                 at = (*updates.visits[copy.update].at, BEFORE)

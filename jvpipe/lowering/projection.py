@@ -1,6 +1,6 @@
-"""Projection: picks the rows of one process out of a step that all processes lower alike.
+"""Projection: selects the rows of one process from a step, which each process lowers as a whole.
 
-Process 0 has place (device) 0 here, and process 1 has place 1:
+In this example process 0 has place (device) 0, and process 1 has place 1:
 
     all          0F0  0SEND0(t0 -> place 1)  1F0  1B0  1SEND0(g -> place 0)  0B0
     process 0    0F0  0SEND0: offer t0                 1SEND0: ask for g     0B0
@@ -8,8 +8,8 @@ Process 0 has place (device) 0 here, and process 1 has place 1:
 
 A copy between two processes is one row of the whole step, and each of the two processes runs its
 half of the copy. No deadlock is possible, because every process keeps the order of the whole step.
-Take the earliest row with a half that waits. The process with the other half has no earlier row to
-wait for, so it reaches that half, and the waiting ends.
+Consider the earliest row with a half that waits. The process of the other half waits for no earlier
+row. So it reaches its half, and the waiting ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,8 @@ from jvpipe.lowering.receipts import crossings
 def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lowered:
     """Returns a step with the rows of one process.
 
-    The buffer table stays that of all processes, so that a number means the same buffer in each of
-    them.
+    The buffer table remains that of all processes, so that a number means the same buffer in every
+    process.
 
     Args:
         lowered: a step with its receipts (receipts.py).
@@ -47,9 +47,9 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
         row = replace(row, frees=local(row.frees))
         if x is None:
             rows += _as_received(row, lowered, processes)
-        elif here:  # the source's half: the copy is made in another process
+        elif here:  # the source's half: another process makes the copy
             rows.append(replace(row, writes=(), run=OfferRun(number, x.target)))
-        else:  # the target's half runs where the copy will be
+        else:  # the target's half, at the place of the copy
             place = lowered.buffers[x.copy].place
             run = AskRun(number, x.source)
             rows.append(replace(row, place=place, reads=(), run=run))
@@ -57,10 +57,10 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
 
 
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
-    """Returns a row as its process runs it.
+    """Returns a row in the form in which its process runs it, or no row.
 
-    FREE waits for a copy and then ends the buffer that was copied. If the copy went to another
-    process, a receipt has already waited for it. The FREE then becomes a DROP, which only ends the
+    FREE waits for a copy and then frees the buffer that was copied. If the copy went to another
+    process, a receipt has already waited for it. Then FREE becomes DROP, which only frees the
     buffer.
 
     Args:
@@ -77,7 +77,7 @@ def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[R
 
 
 def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds copies, so that every process has all metrics of a step.
+    """Adds the copies by which every process gets all metrics of a step.
 
     A process that lacks a metric gets a copy at its first place.
 

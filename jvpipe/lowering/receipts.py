@@ -2,21 +2,21 @@
 
 A crossing is a copy between places of two processes: the source offers its buffer, and the target
 takes a copy some time later. Until the copy has arrived, the source must not overwrite or delete
-the buffer. Dropping a reference to the buffer is always safe. A RECEIPT row at the source waits for
-one of two signs that the copy has arrived:
+the buffer. It may drop its reference to the buffer at any time. A RECEIPT row at the source waits
+for one of two signs that the copy has arrived:
 
     a witness   a buffer that depends on the copy and comes back to the source anyway, such as the
                 cotangent of an activation that was sent
     a mark      a small array that the target sends if no witness comes back in time
 
-With a mark for parameter p, where time runs to the right:
+Here a mark is sent for parameter p. Time runs to the right:
 
     process 0   U SEND(p) ............................ RECEIPT(mark)  U overwrites p
     process 1             ARRIVE(p) SEND(mark)
 
 Crossings without other rows between them, such as those of a layer that moves, share a mark. If no
-backward follows, as in an evaluation, no witness comes back. Marks then bound the number of open
-offers from one process to another by `OPEN_OFFERS`.
+backward follows, as in an evaluation, no witness comes back. Then marks limit the number of open
+offers from one process to another to `OPEN_OFFERS`.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.liveness import freeing
 
 OPEN_OFFERS = 4
-"""How many offers from one process to another may be open if no backward answers them.
+"""The largest number of open offers from one process to another if no backward answers them.
 
 A larger number lets the source run further ahead of the target.
 """
@@ -61,7 +61,7 @@ class _Witness(NamedTuple):
 
 
 class _Deadline(NamedTuple):
-    """A crossing that must have arrived before the row `until`."""
+    """A crossing whose copy must have arrived before row number `until`."""
 
     crossing: Crossing
     until: int
@@ -96,7 +96,7 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
 
 
 def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds rows that wait until copies have arrived, before their sources are spoiled.
+    """Adds rows that wait until copies have arrived, before the offered buffers are spoiled.
 
     A buffer is spoiled when it is overwritten or deleted.
 
@@ -116,8 +116,8 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         if x.row in spoilers or x.offered in lowered.final:
             until = spoilers.get(x.row, end)
             witness = witnesses.get(x.row)
-            # The deadline of a move is far away. A witness would have to live until then, so a mark
-            # of a few bytes is better.
+            # The deadline of a move is far away. A witness would take its memory until then, so a
+            # mark of a few bytes is better.
             is_move = lowered.rows[x.row].kind is Kind.MOVE
             if witness and witness.row <= until and not is_move:
                 receipts.wait([x], witness.buffer, until)
@@ -141,10 +141,9 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
     The witness is the first buffer at the source that was made from the copy.
 
     A set of crossings is an integer with one bit per crossing. A buffer that a row writes depends
-    on all crossings of the buffers that the row reads: its set is the `or` of their sets.
-    Whenever a row reads a buffer that is the witness of waiting crossings, a scan over all
-    crossings finds these. Crossings that are found no longer wait, so there are at most as many
-    scans as crossings.
+    on all crossings of the buffers that the row reads: its set is the `or` of their sets. Whenever
+    a row reads the witness of some waiting crossings, a scan over all crossings finds them.
+    Crossings that are found no longer wait, so there are at most as many scans as crossings.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness
@@ -176,8 +175,8 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     """Finds the row that spoils the offered buffer of each crossing; keys are the crossings' rows.
 
     This row overwrites or deletes the buffer. If the row of the offer itself deletes the buffer,
-    the deletion is put off to the end of the step, so the end is the result. Only arrays from
-    before the step are ever deleted. To any other buffer the process only drops its reference,
+    the deletion is postponed to the end of the step, so the result is the end. Only arrays from
+    before the step are ever deleted. For any other buffer the process only drops its reference,
     which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it
@@ -205,7 +204,7 @@ def _following(
     copies stand between them, so a mark after the last crossing comes only slightly later than a
     mark after the first.
     """
-    # Two copies have the same number in `runs` exactly if only copies stand between them.
+    # Two copies have the same number in `runs` if and only if there are only copies between them.
     are_runs = [KINDS[row.kind].link is not CopyLink.PEER for row in lowered.rows]
     runs = list(accumulate(are_runs))
     groups: dict[tuple[int, int, int, int], list[Crossing]] = defaultdict(list)
@@ -217,7 +216,7 @@ def _following(
 
 
 class _Receipts:
-    """The rows that are added to a step. `_before` has them by the row before which they stand."""
+    """The rows to add to a step; `_before` has them by the number of the row that they precede."""
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
@@ -227,12 +226,12 @@ class _Receipts:
     def wait(self, copies: Sequence[Crossing], witness: int, until: int) -> None:
         """Adds a row that waits for a witness or a returned mark.
 
-        If an offered buffer would have ended with its offer, the new row reads it too, so that the
-        buffer lives until then.
+        If an offer would free its buffer, the new row also reads the buffer, so that it lives until
+        the new row.
 
         Args:
             copies: the crossings, all from one place to another.
-            witness: the buffer to wait for, which depends on the crossings.
+            witness: the buffer to wait for, which depends on the copies.
             until: the number of the row before which the new row stands.
         """
         rows = self.lowered.rows
@@ -275,7 +274,7 @@ class _Receipts:
         self.wait(copies, returned, until)
 
     def lowered_with_them(self) -> Lowered:
-        """Returns the step with the added rows, and finds again where each buffer ends."""
+        """Returns the step with the added rows, and with the ends of its buffers found again."""
         if not self._before:
             return self.lowered
         lowered = self.lowered

@@ -10,7 +10,7 @@ from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.placement import Placement
 
 Slice = Examples | None
-"""The examples of a replica; None stands for all examples, which a stage at one place has."""
+"""The examples of a replica; None stands for all examples, if the stage has one place."""
 
 
 class ReplicaParts:
@@ -33,7 +33,7 @@ class ReplicaParts:
 
         Args:
             value: the whole value.
-            examples: those of the part.
+            examples: the examples of the part.
         """
         match value.kind:
             case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # the same for all
@@ -56,7 +56,7 @@ class ReplicaParts:
             ):
                 return value._replace(examples=examples)
             case _:
-                raise AssertionError(f"nobody says how replicas share {value}")
+                raise AssertionError(f"how replicas share {value} is not defined")
 
     def spread(self, value: Value) -> Spread:
         """Tells how an edge, its cotangent or a leaf of aux depends on the examples.
@@ -81,7 +81,7 @@ class ReplicaParts:
             ):
                 return Spread(Over.MIXED)
             case _:
-                raise AssertionError(f"nobody says how {value} lies over examples")
+                raise AssertionError(f"how {value} depends on examples is not defined")
 
     def part_bytes(self, value: Value, size: int, examples: Slice) -> int:
         """Returns the bytes of the part of a value that belongs to some examples.
@@ -105,7 +105,7 @@ class ReplicaParts:
         return self.batching.state[value.index] is not None
 
     def whole(self, examples: Slice) -> Examples:
-        """Returns the examples of a slice, where None stands for all."""
+        """Returns the range of a slice, also for None, which stands for all examples."""
         return examples or Examples(0, self.graph.examples)
 
     def overlap(self, a: Slice, b: Slice) -> Slice:

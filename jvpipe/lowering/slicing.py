@@ -1,8 +1,8 @@
 """Slicing: an operation of a replicated stage becomes one operation per replica, on its examples.
 
 A replica is one of several places that run the same stage, each on a slice of every micro-batch. In
-the table, stage A (layer 3) has two replicas, with examples 0:2 and 2:4. Stage B (layer 4) has one.
-Tensor 7 goes from layer 3 to layer 4.
+the table, stage A (layer 3) has two replicas, with examples 0:2 and 2:4. Stage B (layer 4) has one
+replica. Tensor 7 goes from layer 3 to layer 4.
 
     operation                           becomes
     F(layer 3) makes tensor 7           F(layer 3, 0:2)  F(layer 3, 2:4)
@@ -17,8 +17,8 @@ exchange.py describes how values between stages are cut, sent and joined. A part
 examples and never by its replica. A value that depends on no example keeps its name, and every
 replica makes the same value. Each replica adds up its own gradients over the micro-batches of an
 update. Then REDUCE adds up the replicas' sums, in ascending order of their slices. It runs at the
-replica that updates the layer and then sends the new parameters to the others. So the order of
-summation follows from the plan, and never from which replica was faster.
+replica that updates the layer. After the update, this replica sends the new parameters to the
+others. So the order of summation depends on the plan, and never on which replica is faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from jvpipe.lowering.replica_parts import Slice
 
 
 class Slicing(Exchange):
-    """A function that divides operations among replicas, called for one operation after another.
+    """A function that divides operations among replicas; it is called on operations in their order.
 
     Args:
         where: the replicas of each layer.
@@ -84,14 +84,14 @@ class Slicing(Exchange):
                     examples = self.where.slices(op.layer)[replica]
                 yield replace(op, examples=examples, delivers=tuple(delivers))
             case _:
-                raise AssertionError(f"nobody says how replicas share {op.kind}")
+                raise AssertionError(f"how replicas share {op.kind} is not defined")
 
     def reduced(self, layers: Sequence[int]) -> Iterator[Operation]:
         """Yields the operations that add up the gradients of a stage's replicas, last layer first.
 
         The gradients of a parameter are added up at the replica that updates it. If the parameter
-        is tied and another stage owns it, the replicas take turns by layer, so that no replica has
-        all the work.
+        is tied and another stage owns it, the number of the layer selects the replica, so that the
+        work is spread over replicas.
 
         Args:
             layers: the layers of the stage.
@@ -116,7 +116,7 @@ class Slicing(Exchange):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts the bytes that adding up a layer's gradients takes beside one replica's own."""
+        """Counts the bytes that a replica needs, besides its own, to add up a layer's gradients."""
         copies = reducing_copies(len(self.where.slices(layer)))
         read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
         trained = self.graph.trained(read)
@@ -126,8 +126,8 @@ class Slicing(Exchange):
     def left_bytes(self, op: Operation) -> int:
         """Returns the fewest bytes that a backward (B or W) frees at any replica.
 
-        The bytes are those of the values that only this backward reads: residuals for B, and for W
-        what the first half has handed over.
+        The bytes are those of the values that only this backward reads: residuals for B, and handed
+        values for W.
 
         Args:
             op: the backward of all replicas.
@@ -136,7 +136,7 @@ class Slicing(Exchange):
         kind = ValueKind.HANDED if is_half else ValueKind.RESIDUAL
         slices = self.where.slices(op.layer)
         left = [self._left(op, kind, examples) for examples in slices if examples is not None]
-        # The fewest, so that the caller can count on them at every replica.
+        # The caller can rely on the smallest number at every replica.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
 
@@ -217,8 +217,9 @@ class Slicing(Exchange):
     def _remembered(self, op: Operation) -> Iterator[Operation]:
         """Yields the operation that joins the replicas' parts of the model state.
 
-        The result is the state for the next micro-batch. All replicas that read the state get it,
-        and so do those of this layer: if the loss depends on the state, their backward may read it.
+        The result is the state for the next micro-batch. All replicas that read the state get it.
+        The replicas of this layer also get it, because their backward may read it if the loss
+        depends on it.
 
         Args:
             op: the forward of all replicas.

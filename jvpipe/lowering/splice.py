@@ -9,8 +9,8 @@ line is the list of one stage. 1F2 is the forward of micro-batch 2 on stage 1:
     spliced          0F0 0F1 0B0 0F2 0B1 0B2
                      1F1 1B1 1F2 1B2
 
-A stage's list is built forward by forward. The tasks that precede a forward in the list of its own
-plan come first, unless they are in the spliced list already. Then comes the forward. So the
+A stage's list is built forward by forward. The tasks that precede a forward in the list of the
+forward's plan come first, unless the spliced list has them already. Then comes the forward. So the
 pipeline fills or drains gradually if the number of stages changes. Splicing a list with itself
 returns the same list.
 """
@@ -66,8 +66,8 @@ def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[T
         # Forwards are left out here: each is appended in its own turn, from the list of its plan.
         append([task for task in plan[:forward] if task.kind != Kind.F])
         append([plan[forward]])
-    # The tasks after the last forward remain. They are in the order of the new plan, or of the old
-    # one if the new plan lacks this stage.
+    # The tasks after the last forward remain. They get the order of the new plan or, if the new
+    # plan lacks this stage, of the old plan.
     append(new or old)
     assert not remaining, f"{remaining} belong to neither list"
     return tuple(order)

@@ -3,9 +3,9 @@
     order        one list of tasks for all stages                     (order.py)
     expand       a task becomes the operations of its layers          (expand.py)
     slice        an operation becomes one for each replica            (slicing.py, with replicas)
-    place        operations become rows and copies on places          (place.py)
+    place        operations become rows at places, with copies        (place.py)
     swap         swapped values leave the device and come back        (swap.py)
-    prefetch     optimizer state on the host comes and goes in time   (prefetch.py)
+    prefetch     copies of optimizer state overlap with work          (prefetch.py)
     liveness     each buffer is freed at its last row                 (liveness.py)
 
 A row is one program or one copy at one place (a device). Tasks pass through expand, slice and place
@@ -58,8 +58,8 @@ def lower_step(
         layouts: the layout of each micro-batch; the step ends under the plan of the last one.
         lists: the tasks of each device.
         optimizer: the update.
-        batching: how the values that replicas exchange depend on the examples. All micro-batches
-            then have one plan. None if no stage has replicas.
+        batching: how the values that replicas exchange depend on the examples; None if no stage has
+            replicas. If it is given, all micro-batches must have one plan.
     """
     plans = [layout.plan for layout in layouts]
     expander = Expander(graph, Weights(graph), set())
@@ -109,7 +109,8 @@ def _place_tasks(
     """
     plans = [layout.plan for layout in layouts]
     batch = range(len(layouts))
-    # Weights for a new plan at m are moved during m - 1, so that they have time to arrive.
+    # If a new plan begins at micro-batch m, weights are moved during m - 1, so that they arrive in
+    # time.
     ahead: dict[int, Plan] = {}  # by micro-batch: the plan that begins after it
     for m, (before, after) in enumerate(pairwise(plans)):
         if after is not before:
@@ -157,7 +158,7 @@ def _perform_last(
 
     A layer's REDUCE comes after the backward of an earlier layer, so that the replicas send their
     gradients while that backward runs. It also waits until this task's backwards have freed as many
-    bytes as it needs. So adding up all gradients at the end would give no lower peak.
+    bytes as it needs. So adding up all gradients at the end would not lower the peak of memory.
 
     Args:
         placer: makes rows of the operations.
@@ -206,14 +207,14 @@ def lower_move(
 
 
 def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
-    """Divides a move between two steps in two: its copies, and the ends of the old buffers.
+    """Divides a move between two steps into its copies and the freeing of the old buffers.
 
         move      MOVE a a'   FREE a   DROP b             a moves to a'; b is no longer needed
         copies    MOVE a a'                               afterwards a, a' and b exist
         drops                          DROP b   DROP a    afterwards only a' exists
 
     Args:
-        move: a move from place to place, not by the host.
+        move: a move that does not go through the host.
     """
     rows = [replace(row, frees=()) for row in move.rows]  # `live` finds the ends again
     copies = [row for row in rows if KINDS[row.kind].link]
@@ -221,8 +222,8 @@ def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
     everything = range(len(move.buffers))
     final = set(move.final)
     dropped = {b for row in drops for b in row.reads}
-    assert dropped.isdisjoint(final), "what stays is not dropped"
-    assert dropped | final >= set(range(move.persistent)), "what does not stay is"
+    assert dropped.isdisjoint(final), "a buffer that stays is not dropped"
+    assert dropped | final >= set(range(move.persistent)), "a buffer that does not stay is dropped"
     transient: dict[int, list[int]] = {}  # by place: buffers on the way to another one
     for b in everything:
         if b not in dropped and b not in final:
@@ -256,9 +257,9 @@ def lower_evaluation(
 
     Args:
         graph: the layers.
-        plan: where they run.
-        optimizer: the update; its state lies on the devices meanwhile.
-        microbatches: how many the batch has.
+        plan: the plan that says where the layers run.
+        optimizer: the update, whose state stays in memory during the evaluation.
+        microbatches: the number of micro-batches of the batch.
         batching: how the values that replicas exchange depend on the examples. None if replicas do
             not divide micro-batches, but take turns with whole ones.
 
@@ -377,9 +378,7 @@ def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operatio
 
 
 def _lowered(placer: Placer, rows: Sequence[Row], metrics: Sequence[Value]) -> Lowered:
-    """Makes a step of placed rows, which yields the given metrics.
-
-    Some row must have made each metric.
+    """Makes a step of placed rows that yields the given metrics, which rows must have made.
 
     Args:
         placer: has the table of buffers.

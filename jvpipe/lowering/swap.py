@@ -11,8 +11,8 @@ Rows run from left to right:
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3 ... F7 o7 f7 i1 B0 i2 B1 ...
 
-The values that a forward leaves to swap are a set. A device holds at most two sets at a time: one
-is in use, and one is on its way out or in. Two rules keep this bound. Before a forward that will
+The values to swap that a forward leaves are called a set. A device holds at most two sets at a
+time: one in use, and one on its way out or in. Two rules ensure this bound. Before a forward that will
 leave a set, older sets are freed until at most one is on the device. A set is fetched at most one
 task before it is read, and only after all sets on their way out have been freed.
 
@@ -47,7 +47,7 @@ def swap(
     Args:
         blocks: the rows of each task, in the order of their dispatch.
         buffers: the table of buffers, to which the copies of swapped buffers are appended.
-        lists: the tasks of each device. The pass looks ahead by one task, within a list.
+        lists: the tasks of each device. The pass looks ahead by one task within each list.
         swapped: finds the buffers to swap after a forward.
 
     >>> from jvpipe.ir.values import Value, ValueKind
@@ -76,8 +76,8 @@ def _forward(task: Task) -> Task:
 class _Swaps:
     """The swapped values of all stages, while the rows are written.
 
-    Devices are numbered like their task lists. The forward that leaves a set (see the top of the
-    file) is its key. A set goes this way, row by row:
+    Devices are numbered like their task lists. The key of a set (see the top of the file) is the
+    forward that leaves it. Rows move a set through these states:
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(B or I)--> gone
     """
@@ -117,7 +117,7 @@ class _Swaps:
                 yield from self._free(d)
 
     def after(self, task: Task) -> Iterator[Row]:
-        """Yields the rows after a task: they copy to the host what a forward has left."""
+        """Yields the rows after a task, which copy to the host the set that a forward has left."""
         match task.kind:
             case Kind.F:
                 if self._rests(task):
@@ -127,7 +127,7 @@ class _Swaps:
             case Kind.W:
                 pass
             case _:
-                raise AssertionError(f"nobody says what is swapped after {task}")
+                raise AssertionError(f"the values to swap after {task} are not defined")
 
     def redirected(self, row: Row) -> Row:
         """Returns a row that reads the copies that came back, instead of the swapped buffers."""
@@ -201,7 +201,7 @@ class _Swaps:
         """Makes a row of a swap, at the place of the buffer.
 
         Args:
-            kind: of the row.
+            kind: the kind of the row.
             forward: the forward that has left the set.
             b: the buffer that is swapped.
             reads: the buffers that the row reads.

@@ -1,4 +1,4 @@
-"""The update: the pieces that an optimizer is cut into, as operations on values, in this order.
+"""The update: the pieces of an optimizer become operations on values, in this order.
 
     U(layer 0) ...  partial results that the global program needs, such as a layer's sum of squares
     U(none)         the global program, at the place of the loss: a norm, a flag
@@ -42,7 +42,7 @@ class Slots:
         slots: dict[Slot, None] = {}
         for piece in pieces:
             slots |= dict.fromkeys((*piece.reads, *piece.writes))
-        # A value that pieces exchange has no index of its own. It gets the number of its slot.
+        # A value that pieces exchange has no index. It gets the number of its slot instead.
         self._numbers = {slot: i for i, slot in enumerate(slots)}
 
     def operation(
@@ -52,7 +52,7 @@ class Slots:
         update: int = 0,
         m: int = NEVER,
     ) -> Operation:
-        """Makes the operation of a piece. Later pieces read the versions that it makes.
+        """Makes the operation of a piece, whose new versions of parameters later pieces read.
 
         Args:
             expander: makes operations.

@@ -1,7 +1,7 @@
-"""The rule by which layers read weights and sum gradients: here that of a synchronous step.
+"""The rule of a synchronous step for the weights that layers read and the sums of their gradients.
 
-The expanding pass (expand.py) asks a rule without knowing which one it is. The rule of a stream (a
-run without a flush between its steps) overrides every method (stream/weights.py).
+The expanding pass (expand.py) calls the methods of a rule. For a stream (a run without a flush
+between its steps), a subclass overrides every method (stream/weights.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from jvpipe.lowering.operation import Operation
 
 
 class Weights:
-    """The rule by which layers read weights and sum gradients.
+    """The rule for the weights that layers read and the sums to which they add gradients.
 
     In a synchronous step all micro-batches read one version, which is then updated.
 
@@ -40,7 +40,7 @@ class Weights:
             p: the parameter.
             layer: the layer that reads it.
             m: the micro-batch.
-            back: whether the layer's backward reads it, rather than its forward.
+            back: whether the layer's backward reads it; if not, its forward does.
         """
         return self.graph.parameter(p, version=0)
 
@@ -60,7 +60,7 @@ class Weights:
             layer: the layer.
             m: the micro-batch.
             parameters: the parameters that the layer will read.
-            back: whether the layer's backward reads them, rather than its forward.
+            back: whether the layer's backward reads them; if not, its forward does.
         """
         return iter(())
 

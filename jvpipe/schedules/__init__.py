@@ -1,6 +1,6 @@
 """Schedules: the order of tasks on each device; one file per family, and the registry of names.
 
-A new schedule is a file of its own and an entry of `_USUAL` (docs/adding_a_schedule.md).
+To add a schedule, write a file and add an entry to `_USUAL` (docs/adding_a_schedule.md).
 """
 
 from jvpipe.schedules.auto import AUTO
@@ -35,7 +35,7 @@ SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 
 
 def find_schedule(name: str | Schedule) -> Schedule:
-    """Returns the schedule with a name, with its default options; a schedule is returned as is.
+    """Returns the schedule of a given name, with default options; a `Schedule` is returned as is.
 
     Raises:
         ValueError: there is no schedule with this name.

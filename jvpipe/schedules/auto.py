@@ -10,14 +10,14 @@ from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule
 
 AUTO = Schedule(name="auto", lists=one_f_one_b)
-"""The schedule "auto" before a planner is asked; until then it has the lists of 1F1B."""
+"""The schedule "auto" with the lists of 1F1B, which it has until a planner finds other lists."""
 
 
 def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
     """Tells whether a schedule runs backwards in two halves, or may do so once it is planned.
 
     Args:
-        schedule: the schedule; "auto" may get lists with halves.
+        schedule: the schedule; a planner may give "auto" lists with halves.
         devices: the number of devices that the pipeline passes.
         microbatches: the number of micro-batches of a step.
 
@@ -29,7 +29,7 @@ def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class GivenLists:
-    """The lists of a plan, a line of text per device, for one number of micro-batches."""
+    """The lists of a plan, one line of text per device, for a fixed number of micro-batches."""
 
     lines: tuple[str, ...]
 
@@ -73,7 +73,8 @@ def given_lists(lines: Sequence[str]) -> Schedule:
         if places == expected and stages % devices == 0:
             return schedule
     raise ValueError(
-        f"the plan's lists place stages {places}: they must go round the devices, or there and back"
+        f"the plan's lists place stages on devices as {places}: stages must go round the devices "
+        "(0 1 2 0 1 2), or there and back (0 1 2 2 1 0)"
     )
 
 

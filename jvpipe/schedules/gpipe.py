@@ -9,7 +9,7 @@ of time, and each task takes one unit. With S = 3 stages and M = 3 micro-batches
 
 The paper draws backwards in descending order. Here they run in ascending order, so that gradients
 are summed in the same order as under every other schedule. On every stage all M micro-batches are
-in flight at once: their forward has run, and their backward has not.
+in flight at once, which means that their forward has run and their backward has not.
 """
 
 from jvpipe.ir.kinds import Kind

@@ -1,7 +1,7 @@
-"""Joins the halves of a backward, I and W, where running them apart gains nothing.
+"""Joins the halves of a backward, I and W, if running them separately gains nothing.
 
-I computes the cotangents of the stage's inputs, for which the stage before waits. W adds up the
-gradients, and may run later.
+I computes the cotangents of the stage's inputs, and the previous stage waits for them. W adds to
+the sums of gradients, and may run later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ from jvpipe.ir.task import Task, TaskLists
 
 
 def merged(lists: TaskLists) -> TaskLists:
-    """Joins an I and a W of the first stage into a whole B if W comes directly after its own I.
+    """Joins I and W of a micro-batch on the first stage into a whole B, if W directly follows I.
 
     No stage waits for cotangents of the first stage, so splitting gains nothing there. On other
-    stages such pairs stay apart: the cotangents leave after I, and need not wait for W. For
-    example, take zb-v with S = 4 devices, M = 8 micro-batches, and F, I and W equally long.
-    With all such pairs joined, a step would take 12% longer.
+    stages such pairs stay separate: the cotangents are sent after I, and need not wait for W. For
+    example, take zb-v with S = 4 devices, M = 8 micro-batches, and F, I and W equally long. With
+    all such pairs joined, a step would take 12% longer.
 
     >>> from jvpipe.ir.task import text
     >>> lists = tuple(tuple(map(Task.parse, line.split())) for line in ("0I0 0W0 0I1 3W0 0W1", "1I0 1W0"))

@@ -14,12 +14,12 @@ zb-h1 has one chunk per device, and backwards in two halves, I<m> and W<m>. With
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds. If M >= S, a round has at least S micro-batches, so
-that no device waits for the first of them to come back from the last device. There are as
-many rounds as possible, and their sizes differ by at most one. Let F be the seconds of the
-forwards of one micro-batch on all chunks of a device, and B those of its backwards. Then
-for every M >= S a step with whole backwards takes (M + (S - 1) / v) (F + B). On each stage
-backwards run in ascending order of micro-batches, as under every other schedule.
+Micro-batches pass the chunks in rounds. If M >= S, a round has at least S micro-batches, so that no
+device has to wait for the round's first micro-batch to come back from the last device. There are as
+many rounds as possible, and their sizes differ by at most one. Let F be the seconds of the forwards
+of one micro-batch on all chunks of a device, and B those of its backwards. Then for every M >= S a
+step with whole backwards takes (M + (S - 1) / v) (F + B). On each stage backwards run in ascending
+order of micro-batches, as under every other schedule.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ class InterleavedLists:
         """Makes a list per device."""
         if self.late is not None and len(self.late) != devices:
             raise ValueError(
-                f"late={self.late} names {len(self.late)} devices, there are {devices}: "
-                "give a number each"
+                f"late={self.late} has {len(self.late)} numbers, but there are {devices} devices: "
+                "give one number for each device"
             )
         late = range(devices) if self.late is None else self.late
         lists = [self._device(d, devices, microbatches, late[d]) for d in range(devices)]
@@ -70,7 +70,7 @@ class InterleavedLists:
             d: the number of the device.
             devices: the number of devices.
             microbatches: the number of micro-batches.
-            late: how many further first halves run before a second half, if backwards are split.
+            late: if backwards are split, how many later first halves run before a second half.
         """
         rounds = _rounds(devices, microbatches)
         chunks = range(self.chunks)
@@ -81,7 +81,7 @@ class InterleavedLists:
             backwards += product(reversed(chunks), batch)
         warm = self._warm(devices - 1 - d, len(rounds[0]))
         warm = min(warm, len(forwards))
-        # A device whose `late` the user gives as 0 runs whole backwards.
+        # If a user gives 0 for a device in `late`, the device runs whole backwards.
         split = self.split and (late > 0 or self.late is None)
         work = [(Kind.F, one) for one in forwards[:warm]]
         following = iter(forwards[warm:])
@@ -101,11 +101,10 @@ class InterleavedLists:
     def _warm(self, hops: int, first_round: int) -> int:
         """Counts the forwards before a device begins to run forwards and backwards in turn.
 
-        The first backward belongs to the last chunk, so before it the whole first round
-        passes all earlier chunks. In the last chunk, micro-batch 0 goes through the `hops`
-        later devices and comes back. While it goes there, this device runs other forwards.
-        With several chunks and whole backwards, it runs other forwards also while
-        micro-batch 0 comes back.
+        The first backward is one of the last chunk. So the whole first round passes all earlier
+        chunks before it. In the last chunk, micro-batch 0 goes through the `hops` later devices and
+        comes back. While micro-batch 0 goes there, this device runs other forwards. With several
+        chunks and whole backwards, it also runs other forwards while micro-batch 0 comes back.
 
         Args:
             hops: the number of devices after this one.
@@ -117,7 +116,7 @@ class InterleavedLists:
 
 
 def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Divides micro-batches into as many rounds as possible, of at least one per device."""
+    """Divides micro-batches into as many rounds as possible, with one or more per device."""
     count = max(1, microbatches // devices)
     size, larger = divmod(microbatches, count)
     sizes = [size + (i < larger) for i in range(count)]
@@ -128,9 +127,9 @@ def _rounds(devices: int, microbatches: int) -> Sequence[range]:
 class Interleaved(Schedule):
     """The schedule of 1F1B over several chunks per device.
 
-    Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a
-    backward runs in two halves. On device d, the second half runs after the first halves of
-    `late[d]` further backwards; a device that is given 0 runs whole backwards. By default,
+    Device d of S, counted from 0, has the stages d, d + S, and so on. With `split` a backward runs
+    in two halves. On device d, the second half runs after the first halves of `late[d]` later
+    backwards. If a user gives 0 for a device, the device runs whole backwards. By default,
     `late[d]` is d.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
@@ -147,10 +146,10 @@ class Interleaved(Schedule):
         checked_flag("split", split)
         at_least(1, chunks=chunks)
         if chunks > MOST_LAYERS:
-            raise ValueError(f"chunks={chunks} are more than a model has layers: use 2 or 4")
+            raise ValueError(f"chunks={chunks} is more than any model has layers: use 2 or 4")
         late = None if late is None else numbers_of("late", late)
         if late is not None and not split:
-            raise ValueError(f"late={late} is for the second halves of backwards: add split=True")
+            raise ValueError(f"late={late} delays second halves of backwards: add split=True")
         words = ["zb-h1"]  # the name of one chunk with split backwards
         if not split or chunks > 1:
             words = ["interleaved"]

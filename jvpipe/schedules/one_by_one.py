@@ -1,4 +1,4 @@
-"""The schedule with one micro-batch in flight, by which planners find the least memory.
+"""The schedule with one micro-batch in flight: the slowest schedule, with the least memory.
 
 Each micro-batch passes all stages forward and then backward before the next one begins. F<m> and
 B<m> are the forward and the backward of micro-batch m. A column is one unit of time. With S = 3
@@ -8,9 +8,9 @@ stages and M = 2 micro-batches:
     stage 1     F0       B0       F1       B1
     stage 2        F0 B0             F1 B1
 
-No order of the same stages holds less: whatever the order, a micro-batch that reaches the last
-stage is in flight on all stages at once. But no order takes longer, because here only one task runs
-at a time.
+Planners use it to find the smallest memory limit that a pipeline can keep. Under every schedule, a
+micro-batch that reaches the last stage is in flight on all stages at once. Here no other
+micro-batch is in flight. No schedule takes longer, because here only one task runs at a time.
 """
 
 from dataclasses import dataclass

@@ -8,8 +8,9 @@ of time, and each task takes one unit. With S = 3 stages and M = 4 micro-batches
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
 On stage s, at most min(S - s, M) micro-batches are in flight: their forward has run there, and
-their backward has not. "Eager" (DAPPLE's policy B) has 2 (S - s) - 1 in flight. Then sends
-cost no time in the long run if a send takes at most half as long as a forward plus a backward.
+their backward has not. The "eager" variant (DAPPLE's policy B) has 2 (S - s) - 1 in flight. With
+it, sends cost no time in the long run if a send takes at most half as long as a forward plus a
+backward.
 
 Let K[s] be the most micro-batches in flight on stage s, and let F, B and c be the seconds of a
 forward, of a backward and of a send. During a round trip from stage a to stage b and back,
@@ -41,7 +42,7 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
 
 
 def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
-    """Makes a stage's list: `warm` forwards, then B and F in turn, then the remaining B.
+    """Makes a stage's list: `warm` forwards, then B and F in turn, then the remaining backwards.
 
     Args:
         s: the stage.
@@ -50,7 +51,7 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
     """
     forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
     backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
-    # Each backward makes room for one more forward. The last `warm` backwards have no partner.
+    # A forward follows each backward, except for the last `warm` backwards.
     pairs = zip(backwards, forwards[warm:], strict=False)
     steady = chain(*pairs)
     rest = backwards[microbatches - warm :]
@@ -78,19 +79,19 @@ class EagerLists:
             limits = [2 * (devices - d) - 1 for d in range(devices)]
         if len(limits) != devices:
             raise ValueError(
-                f"most={limits} names {len(limits)} devices, there are {devices}: "
-                "give a number for each"
+                f"most={limits} has {len(limits)} numbers, but there are {devices} devices: "
+                "give one number for each device"
             )
         warm = [min(limit, microbatches) for limit in limits]
         return tuple(_stage(d, count, microbatches) for d, count in enumerate(warm))
 
 
 class OneFOneB(Schedule):
-    """The schedule of 1F1B with a choice of how many micro-batches are in flight.
+    """The schedule of 1F1B with a chosen number of micro-batches in flight on each device.
 
-    More micro-batches in flight hide sends, and take more memory. With `eager`, device d of
-    S has at most 2 (S - d) - 1 in flight; with `most`, device d has at most `most[d]`.
-    Without these two options, the schedule is plain 1F1B.
+    More micro-batches in flight hide the time of sends, but take more memory. With `eager`, device
+    d of S has at most 2 (S - d) - 1 in flight; with `most`, device d has at most `most[d]`. Without
+    these two options, the schedule is plain 1F1B.
 
     >>> OneFOneB(eager=True).name, OneFOneB(most=[3, 2, 1]).name
     ('1f1b-eager', '1f1b-most-3-2-1')
@@ -101,15 +102,15 @@ class OneFOneB(Schedule):
         most = None if most is None else numbers_of("most", most)
         if eager and most is not None:
             raise ValueError(
-                "eager means 2 (S - d) - 1 micro-batches in flight on device d, "
-                f"most={list(most)} others"
+                "eager=True chooses 2 (S - d) - 1 micro-batches in flight for device d, and "
+                f"most={list(most)} chooses other numbers: give only one of the two"
             )
-        # If a device has fewer micro-batches in flight than the next, the latter waits.
+        # If a device has fewer micro-batches in flight than the next device, the next device waits.
         rises = most is not None and any(a < b for a, b in pairwise(most))
         if most is not None and (rises or min(most, default=0) < 1):
             raise ValueError(
-                f"most={list(most)} must fall from device to device, to 1 or more: "
-                "a device would wait"
+                f"most={list(most)} must not rise from one device to the next, which would then "
+                "wait, and every number must be at least 1"
             )
         words = ["1f1b"]
         if eager:

@@ -7,8 +7,8 @@ no time in the drawing. A column is one unit of time. With S = 3 stages and 5 mi
     stage 1     F0 F1    B0 F2 B1 F3 B2 F4 B3    B4
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-Version n of a stage's weights is the one after n updates. PipeDream keeps (stashes) the version
-that each micro-batch in flight has read. On stage s of S, F<m> and B<m> both read version
+Version n of a stage's weights is the version after n updates. PipeDream keeps (stashes) the version
+that each micro-batch in flight has read. On stage s of S, F<m> and B<m> both read the version
 max(0, m - (S - 1 - s)), so the stage holds S - s versions. With vertical sync all stages read the
 version that stage 0 has read, max(0, m - (S - 1)), so each stage holds S versions.
 """

@@ -1,9 +1,9 @@
 """PipeMare (MLSys 2021): an asynchronous schedule that keeps one version of the weights.
 
-A backward finds newer weights than its forward has read; technique T2 corrects for that. The order
-of tasks is that of PipeDream. On stage s of S, F<m> reads version max(0, m - tau) and B<m> reads
-version m, where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N micro-batches, is
-for a pipeline in which more tasks lie between a forward and its update.) The paper has three
+A backward finds newer weights than its forward has read; technique T2 corrects this. The order of
+tasks is that of PipeDream. On stage s of S, F<m> reads version max(0, m - tau) and B<m> reads
+version m, where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N micro-batches, is for
+a pipeline in which more tasks lie between a forward and its update.) The paper has three
 techniques. Here K is `anneal_updates`, D is `decay`, and w[t] is version t of the weights w:
 
     T1  update t, counted from 0, is divided by tau ** (1 - t / K) if tau > 0 and t < K
@@ -11,10 +11,10 @@ techniques. Here K is `anneal_updates`, D is `decay`, and w[t] is version t of t
         gamma delta + (1 - gamma) (w[t + 1] - w[t]), where gamma = D ** (1 / tau)
     T3  the first `warmup_updates` are synchronous, under 1F1B, one per step
 
-Forwards that are recomputed for a backward read the backward's weights. So under this
-schedule the results of training depend on what a plan recomputes. A parameter that several
-stages read is not corrected: these stages all read the version that the first of them has
-read, which is stashed until the backward.
+Forwards that are recomputed for a backward read the backward's weights. So under this schedule the
+results of training depend on which layers a plan recomputes. A parameter that several stages read
+is not corrected: these stages all read the version that the first of them has read. This version is
+stashed until the backward.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -12,10 +12,10 @@ from jvpipe.schedules.schedule import Schedule
 
 
 def pipeline_length(plan: Plan, schedule: Schedule) -> int:
-    """Counts the places of a plan's pipeline; each has a task list, and one device or replicas.
+    """Counts the task lists of a plan; each is run by one device, or by a group of replicas.
 
     Raises:
-        ValueError: the number of stages is not a multiple of the schedule's chunks.
+        ValueError: the number of stages is 0, or not a multiple of the schedule's chunks.
 
     >>> from jvpipe.schedules import find_schedule
     >>> pipeline_length(Plan.from_cuts([2, 1, 1]), find_schedule("1f1b"))
@@ -27,7 +27,7 @@ def pipeline_length(plan: Plan, schedule: Schedule) -> int:
     if rest or not length:
         raise ValueError(
             f"{schedule.name} runs {schedule.chunks} stages per device, "
-            f"the plan has {len(plan.stages)} stages: "
+            f"but the plan has {len(plan.stages)} stages: "
             f"their number must be a multiple of {schedule.chunks}"
         )
     return length
@@ -38,7 +38,7 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
 
     Args:
         plan: the plan; its own tasks are returned if it has some.
-        schedule: gives the tasks if the plan has none of its own.
+        schedule: the schedule that makes the tasks if the plan has no tasks of its own.
         microbatches: the number of micro-batches of the step.
 
     Raises:
@@ -58,7 +58,7 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
             devices = sorted(d for group in groups for d in group)
             raise ValueError(
                 f"under {schedule.name} one device runs stages {stages}, "
-                f"in the plan they are on devices {devices}: "
+                f"but in the plan they are on devices {devices}: "
                 "give these stages one device, "
                 "as Plan.from_cuts([1, 1, 1, 1], [0, 1, 0, 1]) does"
             )
@@ -79,18 +79,18 @@ def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
     counts = Counter(chain(*lists))
     kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
     for s, m in product(range(stages), range(microbatches)):
-        # Expected tasks are popped, so the tasks that are left do not belong here.
+        # Expected tasks are removed from `counts`, so any task that remains is not one of the step.
         times = [counts.pop(Task(s, kind, m), 0) for kind in kinds]
         if times not in ([1, 1, 0, 0], [1, 0, 1, 1]):
             raise ValueError(
-                f"the plan's tasks hold {times} times F, B, I and W of stage {s}, "
-                f"micro-batch {m}: each step of {microbatches} micro-batches on {stages} "
-                "stages needs F and B, or F, I and W, once each. "
-                "A plan found for other micro-batches needs "
-                "plan.with_schedule for its cuts alone"
+                f"the plan's tasks have F, B, I and W {times} times for stage {s} and "
+                f"micro-batch {m}: a step of {microbatches} micro-batches on {stages} "
+                "stages needs F and B, or F, I and W, once each. If the plan was made for "
+                "another number of micro-batches, use plan.with_schedule, which keeps only the "
+                "cuts and fates"
             )
     if counts:
         raise ValueError(
-            f"the plan's tasks hold {next(iter(counts))}: "
-            f"there are {stages} stages and {microbatches} micro-batches"
+            f"the plan's tasks have {next(iter(counts))}, which is not a task of a step with "
+            f"{stages} stages and {microbatches} micro-batches: plan again"
         )

@@ -1,18 +1,18 @@
-"""Lists of asynchronous schedules whose stages have several devices that take turns (PipeDream).
+"""Task lists of asynchronous schedules for stages whose devices take turns with micro-batches.
 
-On a stage with r devices, micro-batch m runs on device m mod r alone. F<m> and B<m> are its forward
-and its backward. In this example stage 0 has two devices, for even and for odd micro-batches, and
-stage 1 has one. An update (U) comes every two micro-batches:
+As in PipeDream, micro-batch m runs only on device m mod r of a stage with r devices. F<m> and B<m>
+are the forward and the backward of micro-batch m. In this example stage 0 has two devices, for even
+and for odd micro-batches, and stage 1 has one. An update (U) comes every two micro-batches:
 
     stage 0   even   F0 F2     B0 F4   ...
               odd    F1 F3          B1 U1 F5 ...
     stage 1             F0 B0 F1 B1 U1     ...
 
-A stage has as many micro-batches in flight as the next stage, plus one for each of its own
-devices. This number is rounded up to a multiple of the stage's devices, so that each has
-equally many. PipeDream has fewer in flight: as many as the stage and all later stages have
-devices. But then the devices of a stage with more devices than its neighbors would wait for
-one another.
+A stage has as many micro-batches in flight as the next stage, plus one for each of its own devices.
+This number is rounded up to a multiple of the stage's devices, so that all its devices have equally
+many. The PipeDream paper has fewer in flight: as many as the stage and all later stages have
+devices. But then, on a stage with more devices than its neighbors, the devices would wait for one
+another.
 """
 
 import math
@@ -26,7 +26,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """The lists for stages of several devices; `replicas` has the number of each stage's devices.
+    """The lists for stages of several devices; `replicas` has the number of devices of each stage.
 
     >>> from jvpipe.ir.task import text
     >>> RoundRobin((2, 1)).in_flight, text(RoundRobin((2, 1))(2, 6)[0])
@@ -66,21 +66,21 @@ def check_turns(schedule: Schedule, plan: Plan, microbatches: int) -> None:
     if schedule.predicts or schedule.decay is not None:
         raise ValueError(
             f"replicated stages cannot run under {schedule.name}, "
-            "which remembers what its updates did: use 'pipedream' or '2bw', "
+            "which keeps records of its updates: use 'pipedream' or '2bw', "
             "or one device for each stage"
         )
     every = schedule.period(microbatches)
     if odd := [count for count in plan.replicas if every % count]:
         raise ValueError(
-            f"an update every {every} micro-batches needs one of each replica, "
-            f"and a stage has {odd[0]}: use a multiple of {list(plan.replicas)}, "
+            f"an update every {every} micro-batches needs equally many of each replica, "
+            f"but a stage has {odd[0]} replicas: use a multiple of each of {list(plan.replicas)}, "
             f"such as jvpipe.schedules.PipeDream(update_every={math.lcm(*plan.replicas)}), "
-            "and micro-batches that it divides"
+            "and a number of micro-batches that it divides"
         )
     in_flight = max(RoundRobin(plan.replicas).in_flight)
     if schedule.rule == "one behind" and microbatches < in_flight:
         raise ValueError(
             f"{schedule.name} on stages of {list(plan.replicas)} devices needs at least "
-            f"{in_flight} micro-batches, {microbatches} are given: "
+            f"{in_flight} micro-batches, but {microbatches} are given: "
             "with fewer, a micro-batch would still be in flight two updates later"
         )

@@ -1,11 +1,11 @@
 """A schedule: the order of tasks on each device, and the versions of weights that tasks read.
 
-The counts that planners need, such as the micro-batches in flight (`Schedule.in_flight`), follow
-from the lists of tasks. So a new schedule gives its lists, and no formulas for such counts.
+The counts that planners need, such as the micro-batches in flight (`Schedule.in_flight`), are
+computed from the task lists. So a new schedule defines only its lists, and no formulas for counts.
 
-Gradients are added up in the order of a stage's backwards. All schedules here run them in ascending
-order of micro-batches, so that the results of synchronous ones are bitwise identical. A schedule
-with another order is allowed, and rounds differently.
+Gradients are added up in the order of a stage's backwards. All schedules in this folder run them in
+ascending order of micro-batches, so that all synchronous schedules give bitwise identical results.
+A schedule with another order is allowed, but its sums are rounded differently.
 """
 
 import logging
@@ -29,8 +29,8 @@ Rule = Literal["newest", "first stage", "one behind"]
 """The version that a forward reads.
 
 "newest" is the newest version of the forward's stage. "first stage" is the version that the first
-stage has read for the same micro-batch. "one behind" is the version before the one that is updated
-with the gradients of the micro-batch.
+stage has read for the same micro-batch. "one behind" is one version older than the version to which
+the micro-batch's gradients are applied.
 """
 
 
@@ -48,20 +48,20 @@ class Schedule:
     lists of a whole stream, from its warm-up to its drain.
 
     Each device runs `chunks` stages. The stages lie on the devices in a loop or, with `vee`, there
-    and back. With three devices, stages 0 to 5 lie on these:
+    and back. With three devices, stages 0 to 5 lie on these devices:
 
         chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
 
     `versions` is a function of a stage (counted from 0) and the number of stages. It returns how
-    many versions of the stage's parameters are held.
+    many arrays the stage holds per parameter: its versions, and predictions or records of updates.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
-    A forward reads the version that `rule` says. A backward reads the same version if `stash` is
+    A forward reads the version that `rule` names. A backward reads the same version if `stash` is
     true, and otherwise its stage's newest version.
 
-    With a `decay` (PipeMare) the weights of a backward are corrected, updates are scaled down for
-    the first `anneal_updates`, and the first `warmup_updates` are synchronous. With `predicts`
+    With a `decay` (PipeMare) the weights of a backward are corrected, the first `anneal_updates`
+    updates are scaled down, and the first `warmup_updates` updates are synchronous. With `predicts`
     (XPipe) a forward reads the weights that its backward is expected to find.
     """
 
@@ -110,7 +110,7 @@ class Schedule:
         return self.chunks * devices
 
     def tasks(self, devices: int, microbatches: int) -> TaskLists:
-        """Makes the lists as they run: `merged` joins halves that gain nothing by being apart.
+        """Makes the task lists, in which `merged` has joined halves of backwards.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -124,7 +124,8 @@ class Schedule:
 
         The result has vectors for each device. A vector has a pair (k, w) for each chunk: k
         micro-batches are between their forward and their backward, and w are between the two halves
-        of their backward. A vector is left out if another one is as large or larger in every entry.
+        of their backward. A vector is left out if another vector is at least as large in every
+        entry.
 
         The vectors do not depend on bytes. Let a micro-batch take A bytes of a chunk
         between forward and backward, and H bytes between halves. The peak of a device is
@@ -154,9 +155,9 @@ class Schedule:
     def phases(self, devices: int, microbatches: int) -> int:
         """Counts the phases of a step; within a phase, a single slowest stage sets the pace.
 
-        If every device runs all its forwards before its first backward, there are two
-        phases: the stage with the slowest forward need not be the one with the slowest
-        backward. Otherwise there is one phase.
+        If every device runs all its forwards before its first backward, there are two phases,
+        because the stage with the slowest forward may not have the slowest backward. Otherwise
+        there is one phase.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
@@ -212,8 +213,8 @@ class Schedule:
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
             raise ValueError(
-                f"{self.name} has {what} and updates before the step ends: "
-                "updates would come between them. Use whole backwards and one chunk, "
+                f"{self.name} has {what}, which cannot be combined with updates before the step "
+                "ends. Use whole backwards and one chunk per device, "
                 "or a synchronous schedule, such as 'zb-h1' or 'interleaved'"
             )
         every = self.period(microbatches)
@@ -225,7 +226,7 @@ class Schedule:
         if self.rule == "one behind" and microbatches < devices:
             count = f"{microbatches} {'is' if microbatches == 1 else 'are'} given"
             raise ValueError(
-                f"{self.name} on {devices} stages needs at least {devices} micro-batches, "
+                f"{self.name} on {devices} stages needs at least {devices} micro-batches, but "
                 f"{count}: with fewer, a micro-batch would still be in flight two updates "
                 f"later. Use microbatches={devices}"
             )
@@ -246,30 +247,30 @@ class Schedule:
             return
         if self.chunks == 1:
             raise ValueError(
-                f"{devices} stages need as many layers, the model has {layers}: "
+                f"{devices} stages need at least as many layers, but the model has {layers}: "
                 f"use at most {layers} stages"
             )
         stages = f"{self.chunks} x {devices} = {self.stages_on(devices)} stages"
         possible = layers // devices
         if self.vee:
             cure = (
-                "a vee has two chunks per device: use fewer devices, or '1f1b' or 'zb-h1', which "
-                "have one"
+                "this schedule has two chunks per device. Use fewer devices, or '1f1b' or 'zb-h1', "
+                "which have one chunk per device"
             )
         elif possible > 1:
-            cure = f"{possible} chunks per device would do: use chunks={possible}"
+            cure = f"{possible} chunks per device are possible. Use chunks={possible}"
         elif possible == 1:
-            cure = "one chunk per device would do: use '1f1b' or 'zb-h1'"
+            cure = "one chunk per device is possible. Use '1f1b' or 'zb-h1'"
         else:
             cure = "use fewer devices"
-        raise ValueError(f"{self.name} needs {stages}, the model has {layers} layers: {cure}")
+        raise ValueError(f"{self.name} needs {stages}, but the model has {layers} layers: {cure}")
 
 
 Holding = tuple[tuple[int, int], ...]
-"""The micro-batches that a device holds at some time: a pair for each of its chunks.
+"""The micro-batches that a device holds at one time: a pair for each of its chunks.
 
-The first number counts micro-batches between their forward and their backward (or its first half),
-the second number those between the two halves of their backward.
+The first number counts micro-batches between their forward and their backward (or its first half).
+The second number counts micro-batches between the two halves of their backward.
 """
 
 
@@ -307,7 +308,7 @@ def numbers_of(name: str, values: Any) -> tuple[int, ...]:
 
 
 def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
-    """Yields a stage's tasks, and an update after the backward that completes its gradients.
+    """Yields a stage's tasks, with an update after each backward that completes its gradients.
 
     Args:
         tasks: the tasks of the stage.
@@ -322,7 +323,7 @@ def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     """Writes the message about fewer micro-batches than devices.
 
-    The idle share in it assumes that stages are equal and backwards are whole.
+    The share of idle time in the message assumes that stages are equal and backwards are whole.
 
     Args:
         schedule: a synchronous schedule.
@@ -337,7 +338,7 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
         f"{microbatches} {leave} {devices} devices idle for about {share:.0%} of a step "
         f"under {schedule.name}: use microbatches={devices} or more, "
         "unless the loss compares the examples of a batch (contrastive losses, "
-        "batch norm), which with smaller micro-batches is another loss"
+        "batch norm) and so depends on the size of micro-batches"
     )
 
 
@@ -350,7 +351,7 @@ def _held(
     """Finds what `Schedule.held` returns; a function and not a method, so that it can be cached."""
     count = microbatches
     if not schedule.synchronous:
-        # After so many micro-batches the pipeline of a stream is full, and holds no more later.
+        # After this many micro-batches, the pipeline of a stream is full and holds no more later.
         count = max(microbatches, 2 * devices)
     lists = schedule.tasks(devices, count)
     return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
@@ -363,8 +364,8 @@ def _largest_holdings(
 ) -> tuple[Holding, ...]:
     """Finds the holdings of a device, except any that another one equals or exceeds in every entry.
 
-    Only the moments before a task that releases something are looked at, because between them a
-    device holds more with each forward.
+    Only the moments before a task that is not a forward are compared, because each forward only
+    adds to what the device holds.
 
     Args:
         tasks: the tasks of the device.

@@ -1,6 +1,6 @@
 """PipeDream-2BW (ICML 2021): the order of PipeDream, with one update per step and two versions.
 
-Version n of the weights is the one after n updates. The forwards and backwards of step b read
+Version n of the weights is the version after n updates. The forwards and backwards of step b read
 version max(0, b - 1). The update of step b makes version b + 1 from version b. So from step 1 on,
 gradients are one version older than the weights that they update, even with a single stage.
 """

@@ -1,28 +1,26 @@
 """Schedules with two chunks per device in a vee, and backwards in two halves.
 
-They are zb-v, v-half and v-min of "Controllable Memory" (NeurIPS 2024). A chunk is one of several
-stages on one device. With S devices, device d has stage d as its first chunk and stage 2S - 1 - d
-as its second. So the last device runs its second chunk directly after its first, and device 0 has
-both the first stage (with the embedding) and the last (with the loss).
+They are zb-v, v-half and v-min of the paper "Controllable Memory" (NeurIPS 2024). A chunk is one of
+several stages on one device. With S devices, device d has stage d as its first chunk and
+stage 2 S - 1 - d as its second. So the last device runs its second chunk directly after its first.
+Device 0 has both the first stage (with the embedding) and the last stage (with the loss).
 
 F<m> is the forward of micro-batch m, I<m> and W<m> are the halves of its backward. Small letters
 stand for the device's second chunk. In the drawings a column is one unit of time, and each task
 takes one unit. zb-v, for S = 3 devices and M = 5 micro-batches:
 
     device 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4
-    device 1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3
-    w4 W4 device 2        F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4
-    W2 w3 w4 W3 W4
+    device 1     F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3 w4 W4
+    device 2        F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 w4 W3 W4
 
 v-half, for S = 3 and M = 4:
 
     device 0  F0 F1          f0 i0 w0 F2    f1 i1 w1 I0 W0 F3 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2          I3 W3
-    device 1     F0       f0 F1    i0 w0 f1 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2    I2 i3 W2 w3    I3
-    W3 device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3
-    W3
+    device 1     F0       f0 F1    i0 w0 f1 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2    I2 i3 W2 w3    I3 W3
+    device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3 W3
 
-The three differ in how many micro-batches a device holds at most. A micro-batch on one of the two
-chunks counts one half:
+The three differ in how many micro-batches a device holds at most. A micro-batch that is held on one
+of the two chunks counts one half:
 
     name      `memory`    micro-batches
     zb-v      "full"      S, as under 1F1B
@@ -47,7 +45,7 @@ from jvpipe.util.brief import brief
 Memory = Literal["full", "half", "least"]
 NAMES: Mapping[Memory, str] = {"full": "zb-v", "half": "v-half", "least": "v-min"}
 PERIOD_SLOTS = 6
-"""The slots that a micro-batch takes on a device: F, I and W of two chunks."""
+"""The number of slots that a micro-batch takes on a device: F, I and W on each of two chunks."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,14 @@ class VeeLists:
         """Makes the list of device d."""
         match self.memory:
             case "full":
-                # The phases need at least 2 S - 1 micro-batches. If a step has fewer, extra ones
-                # are added up to that number, and their tasks are dropped below.
+                # The phases need at least 2 S - 1 micro-batches. If a step has fewer, lists for
+                # that many are made, and the tasks of the extra micro-batches are dropped below.
                 work = _full(d, devices, max(microbatches, 2 * devices - 1))
             case "half" | "least":
                 work = _repeated(_slots(self.memory, d, devices), microbatches)
             case _:
                 assert_never(self.memory)
-        # A small letter (True) is a task of the second chunk.
+        # Tasks of the second chunk have small letters; the key is whether a letter is small.
         stage = {True: 2 * devices - 1 - d, False: d}
         tasks = []
         for letter, m in work:
@@ -127,8 +125,8 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
     """Returns the slots of F, f, I and i of the first micro-batch on device d.
 
-    The same task of micro-batch m comes 6 m slots later. If two of the four slots were
-    equal modulo 6, tasks of different micro-batches would collide. The `gap` prevents this.
+    For micro-batch m the same task comes 6 m slots later. If two of the four slots were equal
+    modulo 6, tasks of different micro-batches would collide. The `gap` prevents this.
 
     Args:
         memory: how much a device holds.
@@ -166,7 +164,7 @@ def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str
         for m in range(microbatches):
             at[slot + PERIOD_SLOTS * m] = letter, m
     late: deque[tuple[str, int]] = deque()  # second halves that wait for a slot
-    for slot in range(max(at) + 1):  # a second half that waits takes the next empty slot
+    for slot in range(max(at) + 1):  # the oldest second half that waits takes each empty slot
         if slot in at:
             letter, m = at[slot]
             yield letter, m

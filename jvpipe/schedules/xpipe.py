@@ -7,8 +7,8 @@ update). B<m> reads w[m]. In the paper u is Adam's step, predicted for a whole b
 micro-batch.
 
 Forwards that are recomputed for a backward read the backward's weights. A parameter that several
-stages read is not predicted: its backward reads the version that its forward has read, which is
-stashed until then.
+stages read is not predicted: a backward reads the version that its forward has read. This version
+is stashed until the backward.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

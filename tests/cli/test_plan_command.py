@@ -79,11 +79,11 @@ def test_few_microbatches_of_a_graph_file_are_warned_of(
     [
         (
             ("--schedule", "interleaved", "--stages", "3"),
-            "interleaved needs 2 x 3 = 6 stages, the model has 4 layers",
+            "interleaved needs 2 x 3 = 6 stages, but the model has 4 layers",
         ),
         (
             ("--schedule", "zb-v", "--stages", "3"),
-            "a vee has two chunks per device: use fewer devices",
+            "this schedule has two chunks per device. Use fewer devices",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_configuration_that_nests_without_end(run: Path) -> None:
 
 PLAN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no stages": (put("stages", value=[]), "plan"),
-    "no layers": (put("stages", 0, "layers", value=[]), "the plan misses layers"),
+    "no layers": (put("stages", 0, "layers", value=[]), "the plan lacks layers"),
     "a layer below 0": (put("stages", 0, "layers", value=[-1, 0]), "layers"),
     "a layer twice": (put("stages", 0, "layers", value=[0, 0]), "layers"),
     "no devices": (put("stages", 0, "devices", value=[]), "device"),

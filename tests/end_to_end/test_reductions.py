@@ -152,7 +152,7 @@ def test_aux_is_the_same_for_every_cut_and_schedule() -> None:
     [
         (
             {"aux_reduce": {"largest": "min"}},
-            "aux_reduce says 'min' of 'largest': write one of 'mean', 'sum', 'max'",
+            "aux_reduce has 'min' for 'largest': use one of 'mean', 'sum', 'max'",
         ),
         ({"aux_reduce": "max"}, "aux_reduce must map paths to reductions, such as .* not 'max'"),
         ({"aux_reduce": {"largest": "max"}, "has_aux": False}, "say has_aux=True"),

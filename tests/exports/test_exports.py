@@ -202,7 +202,7 @@ WRONG = [
     ),
     ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = [5]", "the file lacks ORDER"),
     ("jaxpp", "MARKS = ['head']\nDEVICES = [1]\nORDER = ['0F0 0B0']", r"DEVICES are \[1\]"),
-    ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = ['0F0']", "hold .* times F, B, I and W"),
+    ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = ['0F0']", "have F, B, I and W .* times"),
     ("jaxpp", "MARKS = " + "-" * 10**5 + "1", "this is not Python: it nests too deeply"),
     ("torch-csv", "0F0,0B0\n0F1,0B1\n", "stage 0 is on rank 0 and on rank 1"),
     ("torch-csv", "0F0,0B0,0F99999999,0B99999999\n", "of micro-batch 99999999, and none of 1"),

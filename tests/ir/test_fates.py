@@ -43,7 +43,7 @@ def test_an_edge_that_comes_from_elsewhere_can_be_swapped_and_not_recomputed() -
     assert resolved.away == {(0, 0), (1, 0)}
     second = replace(second, fates={"t0": Fate.RECOMPUTE})
     with pytest.raises(
-        ValueError, match="stage 1 cannot recompute 't0': it comes from layer 0 of another stage"
+        ValueError, match="stage 1 cannot recompute 't0', because layer 0 of another stage makes it"
     ):
         Fates.of(GRAPH, replace(plan, stages=(first, second)))
 

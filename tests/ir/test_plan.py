@@ -27,7 +27,9 @@ def test_stages_may_share_a_device() -> None:
 
 @pytest.mark.parametrize("cuts", [[], [2, 0], [3, -1]])
 def test_a_stage_needs_a_layer(cuts: list) -> None:
-    with pytest.raises(ValueError, match=r"every stage needs at least one layer, the cuts are \["):
+    with pytest.raises(
+        ValueError, match=r"every stage needs at least one layer, but the cuts are \["
+    ):
         Plan.from_cuts(cuts)
 
 
@@ -38,12 +40,12 @@ def test_devices_are_whole_numbers(devices: Any) -> None:
 
 
 def test_no_plan_has_so_many_layers() -> None:
-    with pytest.raises(ValueError, match="are of 1000000001 layers: no plan has more than 1000000"):
+    with pytest.raises(ValueError, match="have 1000000001 layers in total: use at most 1000000"):
         Plan.from_cuts([10**9, 1])
 
 
 def test_a_stage_needs_a_device() -> None:
-    with pytest.raises(ValueError, match="3 stages need 3 devices, 2 are given"):
+    with pytest.raises(ValueError, match="3 stages need 3 entries in devices, but it has 2"):
         Plan.from_cuts([1, 1, 1], [0, 1])
 
 
@@ -109,15 +111,15 @@ GOOD = Plan.from_cuts([2, 2])
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan.from_cuts([2, 1]), r"misses layers \[3\]: the model has layers 0 to 3"),
-        (Plan.from_cuts([3, 2]), r"hold layers \[0, 1, 2, 3, 4\]: they must be 0 to 3"),
+        (Plan.from_cuts([2, 1]), r"lacks layers \[3\]: the model has layers 0 to 3"),
+        (Plan.from_cuts([3, 2]), r"have layers \[0, 1, 2, 3, 4\]: they must have layers 0 to 3"),
         (
             Plan((Stage((0, 2), (0,)), Stage((1, 3), (1,)))),
-            r"hold layers \[0, 2, 1, 3\]: .* in order",
+            r"have layers \[0, 2, 1, 3\]: .* in order",
         ),
         (
             Plan((Stage((0, 1, 1), (0,)), Stage((2, 3), (1,)))),
-            r"hold layers \[0, 1, 1, 2, 3\]: .*each once",
+            r"have layers \[0, 1, 1, 2, 3\]: .*each once",
         ),
         (Plan((*GOOD.stages, Stage((), (0,)))), "stage 2 needs at least one layer and one device"),
         (
@@ -128,15 +130,15 @@ GOOD = Plan.from_cuts([2, 2])
             Plan((replace(GOOD.stages[0], fates={"0:0": ["swap"]}), GOOD.stages[1])),
             r"unknown fates \[\['swap'\]\]",
         ),
-        (Plan.from_cuts([2, 2], [0, 2]), "stage 1 is on device 2, there are 2 devices"),
-        (Plan.from_cuts([2, 2], [-1, 0]), "stage 0 is on device -1, there are 2 devices"),
+        (Plan.from_cuts([2, 2], [0, 2]), "stage 1 is on device 2, but there are only 2 devices"),
+        (Plan.from_cuts([2, 2], [-1, 0]), "stage 0 is on device -1, but there are only 2 devices"),
         (
             Plan((replace(GOOD.stages[0], fates={"0:0": "drop"}), GOOD.stages[1])),
-            r"stage 0 has unknown fates \['drop'\]: there are keep, swap, recompute",
+            r"stage 0 has unknown fates \['drop'\]: use keep, swap, recompute",
         ),
         (
             Plan((replace(GOOD.stages[0], state_fates={"w": "recompute"}), GOOD.stages[1])),
-            r"state of stage 0 has unknown fates \['recompute'\]: there are keep, swap",
+            r"state of stage 0 has unknown fates \['recompute'\]: use keep, swap",
         ),
     ],
 )

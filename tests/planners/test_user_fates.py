@@ -79,7 +79,7 @@ def test_what_a_stage_receives_cannot_be_made_again() -> None:
         )
     )
     with pytest.raises(
-        ValueError, match="stage 1 cannot recompute 'blocks/0/attention:1': it comes from layer 1"
+        ValueError, match="stage 1 cannot recompute 'blocks/0/attention:1', because layer 1"
     ):
         Fates.of(chain(), wrong)
 

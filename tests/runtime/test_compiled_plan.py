@@ -71,6 +71,6 @@ def test_the_plan_before_is_dropped_once_nothing_of_it_is_in_flight(stream: Comp
 
 def test_a_schedule_that_the_plan_does_not_fit_is_refused(stream: CompiledPlan) -> None:
     with pytest.raises(
-        ValueError, match="2bw on 3 stages needs at least 3 micro-batches, 2 are given"
+        ValueError, match="2bw on 3 stages needs at least 3 micro-batches, but 2 are given"
     ):
         replace(stream, schedule=TwoBW(), plan=jvpipe.Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]))

@@ -336,9 +336,9 @@ def test_a_copy_that_fails_in_another_process_leaves_this_one_whole_too() -> Non
 def test_a_plan_or_moment_that_cannot_be_is_refused() -> None:
     m = CASES["mlp"]()
     pipe, state = started(m, jvpipe.Plan.from_cuts([2, 3]))
-    with pytest.raises(ValueError, match=r"the plan misses layers \[4\]"):
+    with pytest.raises(ValueError, match=r"the plan lacks layers \[4\]"):
         pipe.migrate(state, jvpipe.Plan.from_cuts([2, 2]))
-    with pytest.raises(ValueError, match="is on device 7, there are 4"):
+    with pytest.raises(ValueError, match="is on device 7, but there are only 4"):
         pipe.migrate(state, jvpipe.Plan.from_cuts([2, 3], devices=[0, 7]))
     with pytest.raises(ValueError, match="not a moment to come"):
         pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2]), at=(0, MICRO))

@@ -31,7 +31,7 @@ def test_lists_are_for_one_number_of_devices_and_microbatches() -> None:
         ValueError, match="the plan's lists are for 2 devices and 3 micro-batches, not for 2 and 4"
     ):
         found.lists(2, 4)
-    with pytest.raises(ValueError, match="they must go round the devices, or there and back"):
+    with pytest.raises(ValueError, match="stages must go round the devices"):
         given_lists(["1F0 1B0", "0F0 0B0"])
 
 

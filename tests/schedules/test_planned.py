@@ -38,22 +38,30 @@ def test_own_lists_come_first_and_halves_of_the_first_stage_are_one() -> None:
 @pytest.mark.parametrize(
     ("plan", "schedule", "told"),
     [
-        (Plan.from_cuts([1, 1, 1]), "interleaved", "2 stages per device, the plan has 3 stages"),
+        (
+            Plan.from_cuts([1, 1, 1]),
+            "interleaved",
+            "2 stages per device, but the plan has 3 stages",
+        ),
         (
             Plan.from_cuts([1, 1, 1, 1]),
             "interleaved",
-            r"one device runs stages \[0, 2\], in the plan .* \[0, 2\]",
+            r"one device runs stages \[0, 2\], but in the plan .* \[0, 2\]",
         ),
         (
             replace(OWN, tasks=(OWN.tasks[0], "1F0 1I0 1F1 1B1")),
             "auto",
-            r"\[1, 0, 1, 0\] times F, B, I and W of stage 1",
+            r"F, B, I and W \[1, 0, 1, 0\] times for stage 1",
         ),
-        (replace(OWN, tasks=(*OWN.tasks, "2F0")), "auto", "hold 2F0: there are 2 stages"),
+        (
+            replace(OWN, tasks=(*OWN.tasks, "2F0")),
+            "auto",
+            "have 2F0, which is not a task of a step with 2 stages",
+        ),
         (
             replace(OWN, tasks=("0F0 0B0", "1F0 1B0")),
             "auto",
-            "micro-batch 1: each step of 2 micro-batches",
+            "micro-batch 1: a step of 2 micro-batches",
         ),
     ],
 )

@@ -53,9 +53,13 @@ def test_where_each_device_has_as_much_to_do_all_of_them_are_busy(
 
 def test_updates_need_a_backward_of_each_device() -> None:
     for schedule, micro, why in (
-        (PipeDream(), 4, r"update every 1 micro-batches .* has 2: .*PipeDream\(update_every=2\)"),
+        (
+            PipeDream(),
+            4,
+            r"update every 1 micro-batches .* has 2 replicas: .*PipeDream\(update_every=2\)",
+        ),
         (TwoBW(), 2, "2bw on stages of .2, 1. devices needs at least 4"),
-        (PipeMare(), 4, "pipemare, which remembers"),
+        (PipeMare(), 4, "pipemare, which keeps records"),
     ):
         with pytest.raises(ValueError, match=why):
             check_turns(schedule, PLAN, micro)

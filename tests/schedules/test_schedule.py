@@ -65,14 +65,14 @@ def test_stages_are_chunks_of_devices() -> None:
 def test_more_stages_than_layers_are_refused_with_the_chunks_that_would_do() -> None:
     Interleaved(chunks=4).check_layers(3, 12)
     with pytest.raises(
-        ValueError, match=r"needs 4 x 3 = 12 stages, .* 11 layers: 3 chunks per device would"
+        ValueError, match=r"needs 4 x 3 = 12 stages, .* 11 layers: 3 chunks per device are possible"
     ):
         Interleaved(chunks=4).check_layers(3, 11)
-    with pytest.raises(ValueError, match="one chunk per device would do: use '1f1b' or 'zb-h1'"):
+    with pytest.raises(ValueError, match=r"one chunk per device is possible\. Use '1f1b'"):
         Interleaved(chunks=4).check_layers(3, 5)
     with pytest.raises(
         ValueError,
-        match=r"zb-v needs 2 x 3 = 6 stages, the model has 5 layers: a vee has two chunks",
+        match=r"zb-v needs 2 x 3 = 6 stages, but the model has 5 layers: this schedule has two chunks",
     ):
         find_schedule("zb-v").check_layers(3, 5)
 
@@ -80,10 +80,12 @@ def test_more_stages_than_layers_are_refused_with_the_chunks_that_would_do() -> 
 def test_streams_of_split_backwards_or_chunks_are_refused() -> None:
     split = Schedule(name="mine", lists=InterleavedLists(split=True), synchronous=False)
     with pytest.raises(
-        ValueError, match=r"backwards in two halves and updates before the step ends.*'zb-h1'"
+        ValueError, match=r"backwards in two halves, which cannot be combined with updates.*'zb-h1'"
     ):
         split.check(2, 4)
-    with pytest.raises(ValueError, match=r"2 chunks per device and updates before the step ends"):
+    with pytest.raises(
+        ValueError, match=r"2 chunks per device, which cannot be combined with updates"
+    ):
         Schedule(name="mine", lists=InterleavedLists(2), chunks=2, synchronous=False).check(2, 4)
 
 
@@ -95,5 +97,5 @@ def test_few_microbatches_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.messages == [
         "1 micro-batch leaves 4 devices idle for about 75% of a step under 1f1b: use "
         "microbatches=4 or more, unless the loss compares the examples of a batch (contrastive "
-        "losses, batch norm), which with smaller micro-batches is another loss"
+        "losses, batch norm) and so depends on the size of micro-batches"
     ]

@@ -78,6 +78,6 @@ def test_options_are_named_where_they_are_refused() -> None:
     ):
         at_least(1, update_every="2")
     with pytest.raises(
-        ValueError, match="2bw on 3 stages needs at least 3 micro-batches, 2 are given"
+        ValueError, match="2bw on 3 stages needs at least 3 micro-batches, but 2 are given"
     ):
         TwoBW().check(3, 2)

@@ -286,8 +286,8 @@ def test_a_batch_that_the_loss_does_not_take_is_shown_beside_the_first() -> None
 def test_a_plan_made_for_another_schedule_is_refused() -> None:
     plan = jvpipe.Plan.from_cuts([2, 1], schedule="gpipe")
     cure = (
-        r"made for schedule 'gpipe', the pipeline's is '1f1b': "
-        r"give schedule='gpipe', or plan.with_schedule\('1f1b'\)"
+        r"made for schedule 'gpipe', but the pipeline's schedule is '1f1b': "
+        r"give schedule='gpipe', or give plan.with_schedule\('1f1b'\)"
     )
     refused(lambda: pipeline(stages=plan), cure)
     pipe = pipeline()

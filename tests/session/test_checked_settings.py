@@ -56,16 +56,16 @@ def test_what_does_not_fit_is_refused_with_the_cure(
     [
         (
             {"up": UP},
-            r"'up' matches no parameter: it has to match a whole path, and there are '0/bias', '0/down'",
+            r"'up' matches no parameter: a rule must match a whole path, and the paths are '0/bias', '0/down'",
         ),
         (
             {".*/up": UP, "0/(down|up)": PartitionSpec("model")},
-            r"both match parameter '0/up', and say P\(None, 'model'\) and",
+            r"both match parameter '0/up', but cut it by P\(None, 'model'\) and",
         ),
-        ({".*/bias": UP}, r"has 2 dimensions, parameter '0/bias' has 1"),
+        ({".*/bias": UP}, r"has 2 entries, but parameter '0/bias' has 1"),
         (
             {".*/odd": PartitionSpec("model")},
-            r"cuts 3 of parameter '0/odd', whose shape is \[3\], in 2 parts",
+            r"cannot cut a dimension of size 3 of parameter '0/odd', whose shape is \[3\], into 2 equal parts",
         ),
     ],
 )
@@ -105,7 +105,8 @@ def test_examples_that_devices_cannot_share_evenly_are_refused() -> None:
         loss_fn, optax.sgd(0.1), microbatches=4, devices=meshes(), batch_axis="model"
     )
     with pytest.raises(
-        ValueError, match=r"batch_axis='model' cuts the 3 examples of a micro-batch in 2 parts"
+        ValueError,
+        match=r"batch_axis='model' cannot cut the 3 examples of a micro-batch into 2 equal parts",
     ):
         pipe.init(parameters(), ROWS, None)
 

@@ -31,7 +31,8 @@ def test_a_planned_plan_comes_with_what_it_was_decided_on() -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="4 stages need as many layers, the model has 3: use at most 3 stages"
+        ValueError,
+        match="4 stages need at least as many layers, but the model has 3: use at most 3 stages",
     ):
         pipeline(4, devices=None).init(PARAMS, BATCH, None)
 
@@ -42,7 +43,7 @@ def test_a_plan_for_other_layers_is_refused() -> None:
     wrong = jvpipe.Plan.from_cuts([2, 1], splits=[1])
     for plan, told in (
         (wrong, "splits layers before equations"),
-        (jvpipe.Plan.from_cuts([2, 2]), "they must be 0 to 2"),
+        (jvpipe.Plan.from_cuts([2, 2]), "they must have layers 0 to 2"),
     ):
         with pytest.raises(ValueError, match=told):
             compile_plan(session.settings, session.store, compiled.traced, plan, compiled.optimizer)

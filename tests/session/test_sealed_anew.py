@@ -165,7 +165,7 @@ AT_REST: dict[str, tuple[Change, str]] = {
     ),
     "a leaf too few": (
         lacking("shapes", "params", "list", 2),
-        r"cannot begin here: the plan's stages hold layers",
+        r"cannot begin here: the plan's stages have layers",
     ),
     "a huge leaf": (
         put("shapes", "params", value={"list": [{"leaf": [[2**40, 2**40], "float32"]}]}),

@@ -245,7 +245,7 @@ def test_more_stages_than_layers_cut_layers() -> None:
     again, other = run(params, given, feed_forward, Plan.from_json(pipe.plan.to_json()))
     assert (again, other.plan.splits) == (alone, pipe.plan.splits)
     with pytest.raises(
-        ValueError, match=r"stages need as many layers, the model has \d+: use at most"
+        ValueError, match=r"stages need at least as many layers, but the model has \d+: use at most"
     ):
         run(params, given, feed_forward, layers + 1, planner="even")
 

@@ -1,4 +1,4 @@
-"""Departures: the buffers that layers leave at their old places when layers move in a stream.
+"""Departures: the buffers that layers leave at their old places when they move in a stream.
 
 A stream is training without a flush, so tasks go on while layers change places (devices). In the
 example there are two stages, and task 7 moves weights to the place where it reads them:
@@ -6,13 +6,13 @@ example there are two stages, and task 7 moves weights to the place where it rea
     tasks    ... 7    8    9    10   11                      12 ...
     rows         MOVE                    FREE old, DROP new
 
-The old buffer must not end before the copy has arrived. So FREE waits for the copy, and then ends
-the old buffer. It is written only after `_WINDOW` (two) more tasks per stage, here before task 12,
-because by then the copy has normally arrived. If the copy is late, FREE only costs time.
+The old buffer must not be freed before the copy has arrived. So FREE waits for the copy, and then
+frees the old buffer. FREE is written only after `_WINDOW` (two) more tasks per stage, here before
+task 12, because the copy has normally arrived by then. A late copy only costs time.
 
-A buffer ends at the last row that touches it. FREE, a row of the old place, also touches the new
-buffer. But that buffer must not end there, because another process may hold it. So a DROP row of
-the new place follows, at which the new buffer ends if no later row reads it.
+A buffer is freed by the last row that touches it. FREE, a row of the old place, also touches the
+new buffer. But FREE must not free the new buffer, because another process may hold it. So a DROP
+row of the new place follows, which frees the new buffer if no later row touches it.
 """
 
 from collections import deque
@@ -30,8 +30,8 @@ from jvpipe.lowering.stream.weights import StreamWeights
 _WINDOW = 2
 """The number of further tasks per stage after which the buffers at an old place are freed.
 
-A smaller number could let a task wait for the copy; a larger one holds the old buffers longer.
-Results are the same for every number.
+With a smaller number, a task might wait for the copy. With a larger number, old buffers are held
+longer. Results are the same for every number.
 """
 
 
@@ -72,7 +72,7 @@ class Departures:
         """Notes the buffers that task number `task` has moved, to free the old ones later.
 
         If a move is from or to the host, its FREE is written at once, because the next update moves
-        the same state again. The price is that FREE may have to wait for the copy.
+        the same state again. The disadvantage is that FREE may have to wait for the copy.
         """
         placer = self._placer
         for old, new in placer.moved:
@@ -84,9 +84,9 @@ class Departures:
         placer.moved = []
 
     def free(self, task: int) -> None:
-        """Frees the old buffers of moves that were made long enough before task number `task`.
+        """Frees the old buffers of moves that are old enough at task number `task`.
 
-        With S stages, long enough is more than `_WINDOW` * S tasks, of whichever stages.
+        With S stages, a move is old enough after more than `_WINDOW` * S tasks of any stages.
         """
         window = _WINDOW * len(self._placer.where.plan.stages)
         while self._waiting and self._waiting[0].task + window < task:
@@ -94,9 +94,7 @@ class Departures:
             self._free(moved.old, moved.new)
 
     def _free(self, old: int, new: int) -> None:
-        """Ends an old buffer once its copy has arrived, and perhaps the copy (see the top of the
-        file).
-        """
+        """Frees an old buffer once its copy has arrived, and the copy too if it is not needed."""
         placer = self._placer
         source = placer.buffers[old].place
         target = placer.buffers[new].place
@@ -105,7 +103,7 @@ class Departures:
 
 
 def settle(placer: Placer, plan: Plan) -> None:
-    """Moves, at the start of a plan, the values that none of its tasks will move.
+    """Moves, at the start of a plan, the values that no task of the plan moves.
 
     They are constants, model state that no layer writes, and optimizer state that belongs to no
     layer. The tasks of a layer move its parameters, its optimizer state and the model state that
@@ -128,7 +126,7 @@ def settle(placer: Placer, plan: Plan) -> None:
             case ValueKind.PARAMETER | ValueKind.OPTIMIZER | ValueKind.STATE:
                 pass  # the tasks of its layer move it
             case _:
-                raise AssertionError(f"{value} does not lie on the devices between steps")
+                raise AssertionError(f"{value} is not state between steps")
 
 
 def refresh(placer: Placer, newest: Sequence[int]) -> None:
@@ -174,8 +172,8 @@ class LastReads:
             for layer in layout.layers(s):
                 for p in layer.reading(ValueKind.PARAMETER):
                     version = weights.version(p, m, back=back)
-                    # If the owner has left a place since this version was made, the version may be
-                    # copied from there. So the task also counts as a read at that place.
+                    # If the owner has left a place since the version was made, the version may be
+                    # copied from that place. So the task also counts as a read there.
                     for place in (here, *self._left(p, version, m)):
                         self._last[p, place, version] = number
 

@@ -1,4 +1,4 @@
-"""Lowers a stream: the steps of an asynchronous schedule become rows, by passes in this order.
+"""Lowers a stream: passes turn the steps of an asynchronous schedule into rows, in this order.
 
     order -> expand -> place -> swap -> prefetch -> period
 
@@ -7,8 +7,8 @@ version is a buffer of its own.
 
 The first steps of a stream fill the pipeline. From some step on, each step equals the step before,
 except that the numbers of micro-batches and versions are shifted. So only the beginning of a stream
-is lowered, and then cut into steps (period.py). Steps repeat because the order of tasks repeats
-with each step once the pipeline is full, and everything else follows from the order.
+is lowered, and then cut into steps (period.py). Steps repeat because, once the pipeline is full,
+the order of tasks is the same in each step, and the order determines everything else.
 
     step        0     1     2     3     4 ...
     pipeline    fill  fill  full  full  full
@@ -48,9 +48,9 @@ from jvpipe.schedules.schedule import Schedule
 class StreamLowering:
     """A stream and its lowered steps.
 
-    `spans` have the layouts, and the micro-batches from which they apply. `in_flight_at_switch`
-    has, for each step in which a span begins, the names of the buffers that the step before it
-    leaves.
+    Each of the `spans` has a layout, and the micro-batch from which it applies.
+    `in_flight_at_switch` has, for each step in which a span begins, the names of the buffers that
+    the previous step leaves.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
@@ -80,16 +80,17 @@ class StreamLowering:
 
     @cached_property
     def steps(self) -> tuple[StreamStep, ...]:
-        """The steps that differ from one another. All later steps equal the last of them."""
+        """The first steps, up to the first one that all later steps equal."""
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
         # Steps are equal if their rows, and the names of all buffers before and after them, are
         # equal in each step's own numbers. If a step equals the step before it, the next step
         # begins with the same buffers as this step. A full pipeline has the same tasks in every
-        # step, so all later steps are then equal, too. This happens after at most `fill` steps: by
-        # then the micro-batches that were in flight at the switch have left. More steps are lowered
-        # than compared: the last of them look different, because no row reads what they leave.
+        # step, so all later steps are then equal as well. This happens after at most `fill` steps:
+        # by then the micro-batches that were in flight at the switch have left. More steps are
+        # lowered than compared, because the last lowered steps are different: no row reads the
+        # buffers that they leave.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
@@ -98,7 +99,7 @@ class StreamLowering:
             if following == steps[-1]:
                 return tuple(steps)
             steps.append(following)
-        raise AssertionError("a stream comes to repeat itself")
+        raise AssertionError("the steps of a stream must repeat")
 
     def step(self, steps: int) -> StreamStep:
         """Returns step number `steps`, counted from 0."""
@@ -132,7 +133,7 @@ class StreamLowering:
 class _Unrolling:
     """The passes of lowering over the first steps of a stream.
 
-    `_place_steps` takes notes, from which the rows are later cut into steps:
+    `_place_steps` collects these data, by which the rows are later cut into steps:
 
         blocks    the numbers of the blocks at which steps begin, then the number of all blocks
         spots     for each of these blocks, the names of all buffers before it
@@ -197,10 +198,11 @@ class _Unrolling:
         blocks = list(swapped)
         groups: list[list[Row]] = []
         for start, end in pairwise(self.blocks):
-            # Each step on its own: state is fetched within the step of the update that reads it.
+            # Each step is prefetched alone, so state is fetched in the step of the update that
+            # reads it.
             groups += prefetched(blocks[start:end], placer.buffers)
-        # Each step was marked by its first block. `bounds` needs the first row of that block, which
-        # is known only now, because swaps and prefetching have added rows to blocks.
+        # So far each step is marked by its first block. `bounds` needs the first row of that block.
+        # It is known only now, because swaps and prefetching have added rows to blocks.
         rows_before = [0, *accumulate(map(len, groups))]
         return Unrolled(
             rows=[row for rows in groups for row in rows],
@@ -225,8 +227,9 @@ class _Unrolling:
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # The plan changes in this step. The step before ran as if the plan would not change. Of
-            # the layers' buffers, only those that it left exist, and the placer forgets the rest.
+            # The plan changes in this step. The previous step ran as if the plan would not change.
+            # The layers' buffers are only those that the previous step left, so the placer forgets
+            # all others.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []
@@ -358,7 +361,8 @@ class _Unrolling:
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
     """Returns one list of tasks, without updates, for each step and stage.
 
-    The swapping pass looks ahead within a list. So it inserts no swap for a task of another step.
+    The swapping pass looks ahead only within a list. So it inserts no swap for a task of another
+    step.
     """
     of_stages = (tasks for part in lists for tasks in part)
     return tuple(tuple(task for task in tasks if task.kind != Kind.U) for tasks in of_stages)

@@ -1,4 +1,4 @@
-"""The parts of a stream: its task lists, cut into steps, and the version that each task reads.
+"""The parts of a stream: task lists that are cut into steps, and the versions that tasks read.
 
 A stream is a run of steps without a flush between them. A stage's part of a step ends just before
 the stage's first forward for the next step. On stage s of S, S - 1 - s micro-batches are then in
@@ -38,9 +38,9 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
     """Returns the version that each task of a stream reads.
 
     Args:
-        schedule: the schedule, whose `rule` and `stash` decide.
+        schedule: the schedule, whose `rule` and `stash` determine the versions.
         lists: the tasks of each stage, with the updates, from the start of the stream.
-        microbatches: how many a step has.
+        microbatches: the number of micro-batches of a step.
 
     >>> from jvpipe.schedules import find_schedule
     >>> pipedream = find_schedule("pipedream")
@@ -87,11 +87,12 @@ def parts(
     """Cuts a stream's lists into the lists of its first steps, followed by those of its drain.
 
     Args:
-        lists: a function from the number of a step to the lists of the whole stream. The lists
-            know only the changes of plan up to that step, and contain at least the step after it.
-        microbatches: how many a step has.
-        steps: how many steps are cut.
-        ended: the lists of a stream of exactly that many steps. The drain is taken from them.
+        lists: a function from the number of a step to the lists of the whole stream. They include
+            only the changes of plan up to that step, and reach at least to the end of the next
+            step.
+        microbatches: the number of micro-batches of a step.
+        steps: the number of steps to cut.
+        ended: the lists of a stream that ends after `steps` steps. The drain is taken from them.
         early: a function that takes a step's lists and the rest. It returns the tasks of the rest
             that must run within the step.
 
@@ -107,7 +108,7 @@ def parts(
         first: list[tuple[Task, ...]] = []
         rest: list[tuple[Task, ...]] = []
         for tasks in _without(done, lists(n)):
-            # A stage's part of the step ends where its first forward of the next step stands.
+            # A stage's part of the step ends before its first forward for the next step.
             end = _next_step(tasks, (n + 1) * microbatches)
             first.append(tasks[:end])
             rest.append(tasks[end:])

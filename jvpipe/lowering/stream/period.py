@@ -1,15 +1,15 @@
-"""The period of a stream: its rows cut into steps, each with numbers of its own.
+"""The period of a stream: the stream's rows are cut into steps, and each step has its own numbers.
 
-In each step, micro-batches and versions count from the beginning of the step. Here are the rows of
-a stage, first with the numbers of the stream, then with the numbers of each step:
+In each step, micro-batches and versions count from the beginning of the step. This example has the
+rows of a stage, first with the numbers of the stream, then with the numbers of each step:
 
     stream     F0 F1 B0 U0 | F2 B1  U1 F3 B2 U2 | F4 B3  U3 F5 B4 U4 | ...
     steps      F0 F1 B0 U  | F0 B-1 U  F1 B0 U  | F0 B-1 U  F1 B0 U  | ...
 
 A step begins with the buffers that the step before it left in flight. Buffers get new numbers in
 each step, too: first those in flight, in the order of their names, then the others in the order in
-which rows touch them. So two steps that do the same are equal as data. A stream needs only as many
-lowered steps as differ: two in this drawing.
+which rows touch them. So two steps that do the same compare equal. Only steps that differ are
+kept: two in this drawing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,10 +83,10 @@ class Unrolled:
         return last_touches(self.rows)
 
     def _shift(self, n: int) -> tuple[int, int]:
-        """Returns what to add to the stream's micro-batches and versions to get those of step n.
+        """Returns the differences between step n's own numbers and those of the stream.
 
-        The drain of a stream is a step without forwards. It counts from the micro-batch that would
-        come next.
+        They are added to the stream's micro-batches and versions. The drain of a stream is a step
+        without forwards. It counts from the micro-batch that would come next.
         """
         last = len(self.bounds) - 1 - (self.end is not None)
         m = min(n, last) * self.M
@@ -95,8 +95,8 @@ class Unrolled:
     def _spot(self, b: int, n: int) -> Spot:
         """Names a buffer in step n, with the numbers of the step.
 
-        It is the buffer's name before the step or, if it has none there, after the step. If it has
-        none there either, it is its name in the table.
+        The result is the buffer's name before the step if it has one there, otherwise its name
+        after the step, and otherwise its name in the table.
         """
         before = self.spots[n].get(b)
         after = self.spots[n + 1].get(b)
@@ -175,8 +175,8 @@ class Unrolled:
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}
-        assert read <= begun | written, "what a row reads is from before, or made here"
-        assert begun <= read | written | staying, "what nobody touches any more was kept"
+        assert read <= begun | written, "a row reads only buffers that exist"
+        assert begun <= read | written | staying, "a step begins only with needed buffers"
 
 
 def dropping(drain: StreamStep, last: StreamStep) -> StreamStep:
@@ -205,7 +205,8 @@ def dropping(drain: StreamStep, last: StreamStep) -> StreamStep:
     left = zip(last.after, last.lowered.final, strict=True)
     missing = at.keys() - {*last.after}
     assert not missing, f"{missing} was left by no step"
-    # First come the buffers that the step leaves, in its order, then those that the drain makes.
+    # First come the buffers that the last step leaves, in that step's order, then those that the
+    # drain makes.
     buffers = [_renamed(last.lowered.buffers[b], spot) for spot, b in left]
     buffers += old.buffers[inherited:]
     unread = [i for i, spot in enumerate(last.after) if spot not in at]

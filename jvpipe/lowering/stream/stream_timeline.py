@@ -1,4 +1,4 @@
-"""The timeline of a stream: each micro-batch's layout, and the versions of weights that it reads.
+"""The timeline of a stream: the layout and the versions of weights of each micro-batch.
 
 A span is a part of a stream that runs under one plan. Here the second span begins with
 micro-batch 6:
@@ -6,9 +6,10 @@ micro-batch 6:
     micro-batch   0 1 2 3 4 5 | 6 7 8 ...
     plan          A           | B
 
-From the start of a span on, layers lie where the span's plan has them. A layer then reads the
-version that the schedule's rule gives to its new stage. If that version no longer exists, the layer
-reads the oldest version that its old stage has at the start of the step in which the span begins.
+From the start of a span on, layers are at the places of the span's plan. A layer then reads the
+version that the schedule's rule names for the layer's new stage. If that version no longer exists,
+the layer reads the oldest version that its old stage has at the start of the step in which the span
+begins.
 """
 
 import math
@@ -45,7 +46,7 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
     layouts = []
     for m in range(math.lcm(*plan.replicas)):
         turn = plan.turn(m)
-        # If no devices take turns, the layout itself is used, to keep its cached properties.
+        # If no devices take turns, the layout itself is returned, to keep its cached properties.
         layouts.append(layout if turn is plan else replace(layout, plan=turn))
     return layouts
 
@@ -53,12 +54,12 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
 class StreamTimeline:
     """The plan and the weights of every micro-batch of a stream's first steps.
 
-    `parts` has the task lists of each step and, as its last element, the lists of the tasks after
-    these steps. If the stream ends there, those tasks drain it.
+    `parts` has the task lists of each step and, as its last element, the lists of later tasks. If
+    the stream ends there, those tasks drain it.
 
     Args:
         graph: the layers.
-        spans: the layouts, and the micro-batches from which they apply; the first is 0.
+        spans: the layouts, and the micro-batches from which they apply; the first begins at 0.
         schedule: an asynchronous schedule.
         M: the number of micro-batches of a step.
         steps: the number of steps.
@@ -114,7 +115,7 @@ class StreamTimeline:
         ended = lists(steps)
 
         def lists_at(n: int) -> TaskLists:
-            """Joins the lists of the spans that have begun by step n; later ones are unknown."""
+            """Joins the lists of the spans that have begun by step n; later spans are left out."""
             begun = sum(span.start // M <= n for span in self.spans)
             return self._spliced(open_ended[:begun])
 
@@ -132,7 +133,8 @@ class StreamTimeline:
         """Finds the tasks of later steps that must run within a step, because its tasks need them.
 
         They are updates at the old stages of layers that have moved, and the tasks that these
-        updates wait for, directly or indirectly. The search ends, because it adds a task only once.
+        updates wait for, directly or indirectly. The search ends, because it adds each task only
+        once.
         """
         if len(self.spans) == 1:
             return set()
@@ -170,7 +172,7 @@ class StreamTimeline:
 
         Args:
             layer: the layer.
-            m: a micro-batch; its plan is the one that counts.
+            m: the micro-batch whose plan is used.
         """
         stage = self.stage(layer, m)
         return len(self.plan(m).stages[stage].devices)
@@ -215,8 +217,9 @@ class StreamTimeline:
     def _oldest(self, n: int, layer: int) -> int:
         """Returns the oldest version of a layer's weights that still exists when span n begins.
 
-        It is the version that the span before would have read at the first micro-batch of the step
-        in which span n begins. Each span asks the span before it, so the recursion ends.
+        It is the version that the previous span would have read for the first micro-batch of the
+        step in which span n begins. Each call goes back to the previous span, so the recursion
+        ends.
         """
         first = self.spans[n].start // self.M * self.M
         if n == 0 or first == 0:
@@ -226,8 +229,8 @@ class StreamTimeline:
     def versions(self, task: Task) -> Iterator[Task]:
         """Yields the tasks that a task waits for because layers have changed stages.
 
-        They are tasks of the stages on which the layers were before. They make the weights that the
-        task reads, or add to the same sums of gradients first. In the first span there are none: no
+        They are tasks of the layers' earlier stages. They make the weights that the task reads, or
+        must add to the same sums of gradients first. In the first span there are no such tasks: no
         layer has moved yet, and each stage's list has its updates in order.
         """
         s, kind, m = task
@@ -252,7 +255,7 @@ class StreamTimeline:
         """Fixes the versions that forwards read after a change of plan, if the schedule predicts.
 
         A schedule that predicts weights (XPipe) starts from the newest version. After a change of
-        plan the rule's table no longer says which version that is, but the order of dispatch does.
+        plan the rule's table no longer has that version, but the order of dispatch determines it.
 
         Args:
             ordered: all tasks of the stream in the order of their dispatch.

@@ -1,7 +1,7 @@
-"""The weights of a stream: the version that a task reads, its shift, and what updates remember.
+"""The weights of a stream: the versions that tasks read, their shifts, and records of updates.
 
-Which weights a forward (F) and a backward (B) read depends on the schedule. SHIFT computes shifted
-weights before the task that reads them. SETTLE records what an update (U) has changed:
+The schedule decides which weights a forward (F) and a backward (B) read. SHIFT computes shifted
+weights before the task that reads them. SETTLE records the change that an update (U) has made:
 
     schedule         F reads                 B reads                rows
     PipeDream, 2BW   the rule's version      the same version       F; B; U
@@ -39,7 +39,7 @@ from jvpipe.lowering.weight_rule import Weights
 
 
 class StreamWeights(Weights):
-    """The rule of a timeline's schedule: which weights each layer reads.
+    """The rule for the weights that layers read under the schedule of a timeline.
 
     `existing` is the set of values made so far, which the expander shares.
 
@@ -76,7 +76,7 @@ class StreamWeights(Weights):
         if parameter.frozen:
             return False
         stage = self.timeline.layout(m).stage
-        # Readers in one stage all read that stage's version, so they do not count as several.
+        # All readers in one stage read that stage's version, so only stages are counted.
         return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
@@ -122,13 +122,13 @@ class StreamWeights(Weights):
         *,
         back: bool,
     ) -> Value:
-        """Names the weights that a layer reads: the shifted weights if any, or the rule's version.
+        """Names the weights that a layer reads: shifted ones if they exist, or the rule's version.
 
         Args:
             p: the parameter.
             layer: the layer that reads it.
             m: the micro-batch.
-            back: whether the layer's backward reads it, rather than its forward.
+            back: whether the layer's backward reads it; if not, its forward does.
         """
         # Shifted weights exist if `shifts` has made them.
         shifted = self._shifted(p, m, back=back)
@@ -146,14 +146,14 @@ class StreamWeights(Weights):
     ) -> Iterator[Operation]:
         """Yields the operation that predicts or corrects all weights of a layer at once.
 
-        The weights are moved along the updates that the schedule remembers.
+        The weights are shifted by multiples of the updates that the schedule remembers.
 
         Args:
             layer: the layer.
             m: the micro-batch.
             parameters: the parameters that will be read. If none of them shifts, nothing is
                 yielded.
-            back: whether the layer's backward reads them, rather than its forward.
+            back: whether the layer's backward reads them; if not, its forward does.
         """
         shifts = self.schedule.decay is not None if back else self.schedule.predicts
         if not shifts:
@@ -188,8 +188,8 @@ class StreamWeights(Weights):
     def gradient(self, p: int, layer: int, m: int) -> Value:
         """Names the sum of gradients to which a micro-batch adds.
 
-        Each update has one sum. If the devices of a stage take turns with the micro-batches, each
-        update has one sum for each device.
+        Each update has one sum or, if the devices of a stage take turns with micro-batches, one sum
+        for each device.
 
         Args:
             p: the parameter.
@@ -254,9 +254,9 @@ class StreamWeights(Weights):
 class LayerUpdate:
     """The update of a layer after a micro-batch.
 
-    For each parameter p, it takes the version `before[p]` and makes `version`. If it `remembers`
-    what it changed, it reads the weights from before and after the update, so it must not overwrite
-    the old ones.
+    For each parameter p, it reads the version `before[p]` and makes `version`. If `remembers` is
+    true, a SETTLE row reads the weights before and after the update. Then the update must not
+    overwrite the old weights.
     """
 
     version: int
@@ -337,7 +337,7 @@ class StreamUpdates:
                 operations.append(self.slots.operation(self.expander, number, update, m))
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
-        elif before:  # a layer that came from an earlier stage may still remember updates
+        elif before:  # a layer that came from an earlier stage may still have records of updates
             forgets = self._forgotten(layer, before)
             operations[-1] = replace(operations[-1], forgets=forgets)
         return LayerUpdate(update + 1, before, remembers, tuple(operations))
@@ -349,9 +349,9 @@ class StreamUpdates:
         m: int,
         tau: int,
     ) -> Iterator[Operation]:
-        """Yields the operations that remember an update.
+        """Yields the operations that record an update.
 
-        PipeMare remembers the running mean of all updates, XPipe the last update.
+        PipeMare records the running mean of all updates, XPipe the last update.
 
         Args:
             layer: the layer that was updated.
@@ -394,7 +394,7 @@ class StreamUpdates:
         )
 
     def _forgotten(self, layer: int, parameters: Iterable[int]) -> tuple[Value, ...]:
-        """Names what a layer has remembered, and takes it out of the existing values."""
+        """Names the records of a layer's updates, and removes them from the existing values."""
         kinds = (ValueKind.DELTA, ValueKind.APPLIED)
         memory = [Value(kind, p) for kind in kinds for p in parameters]
         memory.insert(0, Value(ValueKind.UPDATES, 0, layer))

@@ -69,7 +69,7 @@ def test_options_out_of_range_are_refused() -> None:
         ),
         (
             lambda: TwoBW().check(4, 3),
-            "2bw on 4 stages needs at least 4 micro-batches, 3 are given",
+            "2bw on 4 stages needs at least 4 micro-batches, but 3 are given",
         ),
     ]:
         with pytest.raises(ValueError, match=message):
