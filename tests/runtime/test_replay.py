@@ -102,20 +102,26 @@ def test_what_the_run_did_not_have_is_refused() -> None:
     pipe, state = begun(HERE, schedule="pipedream")
     for _ in pipe.run(state, [BATCH] * 3):
         pass
-    given = {"ledger": pipe.ledger, "pipe": pipe, "params": PARAMS, "batches": [BATCH] * 3}
-    wrong: dict[str, tuple[Any, str]] = {
-        "ledger": (None, "ledger must be the ledger of a run"),
-        "pipe": (pipe.session, "pipe must be the jvpipe.Pipeline of the run"),
-        "params": (PARAMS[:2], "params: '2' is missing"),
-        "batches": ([BATCH] * 2, "the run had 3 batches, and the replay got 2: give all of them"),
-        "rng": (jax.random.key(0), "the run had no key, and the replay got one"),
-        "model_state": ({"mean": 0.0}, "model_state is {'mean': 0.0}, that of the run was None"),
+    given: dict[str, Any] = {
+        "ledger": pipe.ledger,
+        "pipe": pipe,
+        "params": PARAMS,
+        "batches": [BATCH] * 3,
+        "rng": None,
     }
-    for name, (value, told) in wrong.items():
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ledger": None}, "ledger must be the ledger of a run"),
+        ({"pipe": pipe.session}, "pipe must be the jvpipe.Pipeline of the run"),
+        ({"params": PARAMS[:2]}, "params: '2' is missing"),
+        ({"batches": [BATCH] * 2}, "the run had 3 batches, and the replay got 2: give all of them"),
+        ({"batches": BATCH}, "batches must be a list of all batches of the run"),
+        ({"batches": 3}, "batches must be a list of all batches of the run"),
+        ({"batches": ["x"] * 3}, "no array"),
+        ({"rng": jax.random.key(0)}, "the run had no key, and the replay got one"),
+        ({"model_state": {"mean": 0.0}}, "model_state is {'mean': 0.0}, that of the run was None"),
+    ]
+    for changed, told in wrong:
         with pytest.raises(ValueError, match=told):
-            jvpipe.replay(**{"rng": None} | given | {name: value})
-    for value in (BATCH, 3, ["x"] * 3):
-        with pytest.raises(ValueError, match=r"batches must be a list|no array"):
-            jvpipe.replay(**{"rng": None} | given | {"batches": value})
-    more = {"batches": itertools.repeat(BATCH)}
-    assert len(jvpipe.replay(**{"rng": None} | given | more)[1]) == 3 * MICRO
+            jvpipe.replay(**given | changed)
+    more: dict[str, Any] = {"batches": itertools.repeat(BATCH)}
+    assert len(jvpipe.replay(**given | more)[1]) == 3 * MICRO
