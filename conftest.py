@@ -65,6 +65,8 @@ def shaped_modules() -> list[str]:
 CHECKING = (
     "jvpipe.pipeline",
     "jvpipe.trainer",
+    "jvpipe.replay",
+    "jvpipe.report.trackers",
     "jvpipe.session.forecast",
     "jvpipe.session.forecasts",
     "jvpipe.session.arguments",

@@ -4,7 +4,7 @@ The ledger says which version of the weights each forward and backward read. So 
 the same tasks one after another, with bitwise identical results.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,8 +16,12 @@ from jvpipe.pipeline import Pipeline
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.runtime.state.one_device import Replay
+from jvpipe.session.arguments import check_arrays, check_key
 from jvpipe.session.session import Session
+from jvpipe.trace.batches import micro_batch_shapes, shapes_of
 from jvpipe.trace.loss import key_words
+from jvpipe.util.brief import brief
+from jvpipe.util.given import is_stream
 
 Tree = Any
 
@@ -37,13 +41,14 @@ def replay(
         pipe: the pipeline, whose layers, optimizer and fates the replay uses.
         params: the parameters at the start of the run; the replay makes the optimizer's first
             state from them.
-        batches: all batches of the run.
+        batches: all batches of the run; later ones are ignored.
         rng: the key of the run.
         model_state: the model state at the start, if the loss has one (`has_state`).
 
     Raises:
         ValueError: the run was resumed from a checkpoint, or its model was changed. Its ledger then
-            begins with a later optimizer state, but a replay begins with a fresh one.
+            begins with a later optimizer state, but a replay begins with a fresh one. Or an
+            argument is not what the run had, such as fewer batches.
 
     Returns:
         The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.
@@ -62,6 +67,7 @@ def replay(
     >>> all((a == b).all() for a, b in zip(pipe.params(state), again)), len(losses)
     (True, 12)
     """
+    _check_given(ledger, pipe, params, rng, model_state)
     versions, session = ledger.versions, pipe.session
     if not versions.complete:
         raise ValueError(
@@ -72,10 +78,59 @@ def replay(
     words = None if rng is None else key_words(rng)
     uses_of = versions.microbatches()
     losses: list[float] = []
-    for batch in batches:
-        uses_of_step = islice(uses_of, session.settings.microbatches)
-        losses += _losses(session, run, batch, words, uses_of_step)
+    count = session.settings.microbatches
+    steps = -(-sum(1 for _ in versions.microbatches()) // count)
+    for batch in _taken(batches, steps):
+        micro_batch_shapes(batch, count)  # refuses other trees by name
+        losses += _losses(session, run, batch, words, islice(uses_of, count))
     return jax.tree.map(np.asarray, session.trees.join_params(run.parameters)), losses
+
+
+def _check_given(
+    ledger: Any,
+    pipe: Any,
+    params: Tree,
+    rng: Any,
+    model_state: Tree,
+) -> None:
+    """Raises ValueError for arguments of `replay` that are not like those of the run."""
+    if not isinstance(pipe, Pipeline):
+        raise ValueError(f"pipe must be the jvpipe.Pipeline of the run, not {brief(pipe)}")
+    if not isinstance(ledger, Ledger):
+        raise ValueError(f"ledger must be the ledger of a run, pipe.ledger, not {brief(ledger)}")
+    trees = pipe.session.trees
+    check_arrays(params, "parameter")
+    trees.split_params(params)
+    if shapes_of(model_state) != shapes_of(trees.model_state):
+        raise ValueError(
+            f"model_state is {brief(model_state)}, that of the run was {brief(trees.model_state)}: "
+            "give the model_state of init"
+        )
+    if rng is not None:
+        check_key(rng)
+    if (rng is None) != (trees.rng is None):
+        has, given = ("no key", "one") if trees.rng is None else ("a key", "none")
+        raise ValueError(f"the run had {has}, and the replay got {given}: give the rng of init")
+
+
+def _taken(batches: Iterable[Tree], steps: int) -> list[Tree]:
+    """Returns the batches of a run.
+
+    Args:
+        batches: the batches as the user gave them; those after the run's last one are left.
+        steps: how many the run had.
+
+    Raises:
+        ValueError: there are fewer batches than that.
+    """
+    if isinstance(batches, Mapping) or not is_stream(batches):
+        raise ValueError(f"batches must be a list of all batches of the run, not {brief(batches)}")
+    found = list(islice(batches, steps))
+    if len(found) < steps:
+        raise ValueError(
+            f"the run had {steps} batches, and the replay got {len(found)}: give all of them"
+        )
+    return found
 
 
 def _losses(

@@ -209,7 +209,15 @@ class Plan:
 
         If the schedule differs from that of the plan, the plan's task lists are dropped, because
         they belong to its old schedule.
+
+        Raises:
+            ValueError: `schedule` is not a name.
         """
+        if not isinstance(schedule, str):
+            raise ValueError(
+                f"schedule must be a name such as '1f1b', not {brief(schedule)}: of a schedule "
+                "with options, give its .name"
+            )
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
@@ -295,9 +303,9 @@ class Plan:
             ValueError: the format cannot express all of the plan, and `lossy` is false. The
                 message names what would be lost.
         """
-        if format not in EXPORTS:
+        if not isinstance(format, str) or format not in EXPORTS:
             raise ValueError(did_you_mean("format", format, list(EXPORTS)))
-        return EXPORTS[format](self, lossy)
+        return EXPORTS[format](self, checked_flag("lossy", lossy))
 
     @staticmethod
     def from_json(data: Any) -> "Plan":

@@ -17,6 +17,7 @@ import jax
 
 from jvpipe.report.metrics import scalars_in
 from jvpipe.util.extras import extra
+from jvpipe.util.given import checked_path, several
 from jvpipe.util.names import did_you_mean
 
 Numbers = Mapping[str, int | float]
@@ -197,11 +198,11 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
     wandb, ...
     """
     announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name in TRACKERS:
+    if isinstance(name, str) and name in TRACKERS:
         with extra(name):
             importlib.import_module(_PACKAGES.get(name, name))
         return TRACKERS[name]
-    if name not in announced:
+    if not isinstance(name, str) or name not in announced:
         raise ValueError(did_you_mean("tracker", name, [*TRACKERS, *announced]))
     try:
         return announced[name].load()
@@ -234,9 +235,10 @@ class Tracking:
         folder: str | Path,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        names = [names] if isinstance(names, str) else names
-        self._begin = [find_tracker(name) for name in names]
-        self._folder, self._config = Path(folder), dict(config or {})
+        listed = None if isinstance(names, str) else several(names)
+        # A value that has no elements is looked up like a name.
+        self._begin = [find_tracker(name) for name in ([names] if listed is None else listed)]
+        self._folder, self._config = checked_path("folder", folder), dict(config or {})
         self._trackers: list[Tracker] | None = None
         # The step that is dispatched and not yet sent.
         self._untold: tuple[int, Mapping[str, Any]] | None = None

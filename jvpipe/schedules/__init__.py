@@ -42,6 +42,6 @@ def find_schedule(name: str | Schedule) -> Schedule:
     """
     if isinstance(name, Schedule):
         return name
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(did_you_mean("schedule", name, list(SCHEDULES)))
     return SCHEDULES[name]

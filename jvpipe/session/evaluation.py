@@ -37,6 +37,7 @@ from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, wi
 from jvpipe.schedules import find_schedule
 from jvpipe.session.engine import Engine, Metrics
 from jvpipe.trace.batches import micro_batch_shapes, shapes_of
+from jvpipe.trace.leaves import check_leaves
 from jvpipe.trace.model import trace_model
 from jvpipe.util.devices import is_own
 
@@ -207,6 +208,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         """
         *model_state, batch, _ = rest
         values = function(params, *model_state, batch)
+        check_leaves(values, "leaf of the prediction")
         leaves = jax.tree.leaves(values)
         total: Any = 0.0
         for leaf in leaves:

@@ -114,7 +114,7 @@ class Alike:
             content = value.tobytes() if value.shape else complex(value)
             number = self._number(("literal", value.shape, content))
             is_real = value.shape == () and bool(np.isreal(value))
-            is_whole = is_real and float(value) == np.floor(float(value))
+            is_whole = is_real and bool(np.real(value) == np.floor(np.real(value)))
         elif atom in self._numbers:
             return self._numbers[atom]
         else:

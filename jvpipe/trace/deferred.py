@@ -39,7 +39,14 @@ class BatchStatistics(NamedTuple):
 
         Args:
             features: the size of the last axis of the values that are normalized.
+
+        Raises:
+            ValueError: `features` is not a whole number of at least 1.
         """
+        if not is_whole(features) or features < 1:
+            raise ValueError(
+                f"features must be a whole number of at least 1, not {brief(features)}"
+            )
         zeros = jnp.zeros(features, jnp.float32)
         return BatchStatistics(
             zeros,

@@ -18,6 +18,7 @@ Role = Literal[
     "leaf of the model state",
     "leaf of the optimizer's state",
     "leaf of aux",
+    "leaf of the prediction",
 ]
 
 _CURES: dict[Role, str] = {
@@ -27,6 +28,7 @@ _CURES: dict[Role, str] = {
     "leaf of the model state": "keep it out of the model state and let the loss capture it",
     "leaf of the optimizer's state": "give a changed copy of the tree of pipe.optimizer_state",
     "leaf of aux": "return only arrays and numbers",
+    "leaf of the prediction": "return only arrays and numbers",
 }
 
 

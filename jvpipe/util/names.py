@@ -2,16 +2,17 @@
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 from jvpipe.util.brief import brief
 
 
-def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
+def did_you_mean(kind: str, name: Any, names: Sequence[str]) -> str:
     """Writes the message for an unknown name.
 
     Args:
         kind: the kind of thing that the name stands for, such as "schedule".
-        name: the unknown name.
+        name: the unknown name, or what the user gave in place of a name.
         names: all names that exist.
 
     >>> did_you_mean("schedule", "1f1p", ["gpipe", "1f1b"])
@@ -20,7 +21,7 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     "unknown tensor '*': There are none"
     """
     guess = ""
-    if close := difflib.get_close_matches(name, names, n=1):
+    if isinstance(name, str) and (close := difflib.get_close_matches(name, names, n=1)):
         guess = f"did you mean '{close[0]}'? "
     listed = ", ".join(names) or "none"
     return f"unknown {kind} {brief(name)}: {guess}There are {listed}"

@@ -141,3 +141,9 @@ def test_values_far_from_zero_keep_their_variance() -> None:
         np.testing.assert_allclose(np.std(y, axis=0), 1.0, atol=1e-3)
     np.testing.assert_allclose(statistics.mean, x.mean((0, 1)), rtol=1e-6)
     np.testing.assert_allclose(statistics.variance, x.var((0, 1)), rtol=1e-3)
+
+
+@pytest.mark.parametrize("features", [True, -1, 0])
+def test_features_are_a_whole_number(features: Any) -> None:
+    with pytest.raises(ValueError, match="features must be a whole number of at least 1, not "):
+        BatchStatistics.of(features)

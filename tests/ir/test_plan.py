@@ -19,6 +19,15 @@ def test_cuts_become_stages() -> None:
     assert (plan.schedule, plan.with_schedule("1f1b").schedule) == ("gpipe", "1f1b")
 
 
+@pytest.mark.parametrize("name", [None, True, [], 3, b"1f1b"])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    plan = Plan.from_cuts([1, 1])
+    with pytest.raises(ValueError, match="schedule must be a name such as '1f1b', not "):
+        plan.with_schedule(name)
+    with pytest.raises(ValueError, match="unknown format "):
+        plan.export(name)
+
+
 def test_stages_may_share_a_device() -> None:
     plan = Plan.from_cuts([1, 1, 1], [0, 1, 0])
     assert [stage.devices for stage in plan.stages] == [(0,), (1,), (0,)]

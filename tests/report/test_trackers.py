@@ -103,3 +103,14 @@ def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trackers, "entry_points", lambda *, group: [point])
     with pytest.raises(ValueError, match=r"^tracker told cannot be loaded: no module$"):
         find_tracker("told")
+
+
+@pytest.mark.parametrize("names", [None, True, 3, [None], [["wandb"]], np.ones(2)])
+def test_what_is_no_name_is_refused(names: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown tracker"):
+        jvpipe.Tracking(names, tmp_path)
+
+
+def test_a_folder_is_a_path() -> None:
+    with pytest.raises(ValueError, match=r"folder must be a text or a pathlib\.Path, not None"):
+        jvpipe.Tracking([], None)  # type: ignore[arg-type]

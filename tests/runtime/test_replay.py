@@ -1,5 +1,6 @@
 """A replay follows the versions that it is told, against plain JAX."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import jvpipe
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.runtime.state.one_device import Replay
@@ -93,3 +95,33 @@ def test_a_micro_batch_in_flight_has_a_loss_and_no_update() -> None:
     parameters, losses = replayed("pipedream", uses)
     assert_close(parameters, PARAMS)
     assert_close(losses, [loss_fn(PARAMS, batch, None) for batch in MICRO_BATCHES])
+
+
+def test_what_the_run_did_not_have_is_refused() -> None:
+    """A replay of fewer batches would give the parameters of an earlier step."""
+    pipe, state = begun(HERE, schedule="pipedream")
+    for _ in pipe.run(state, [BATCH] * 3):
+        pass
+    given: dict[str, Any] = {
+        "ledger": pipe.ledger,
+        "pipe": pipe,
+        "params": PARAMS,
+        "batches": [BATCH] * 3,
+        "rng": None,
+    }
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ledger": None}, "ledger must be the ledger of a run"),
+        ({"pipe": pipe.session}, "pipe must be the jvpipe.Pipeline of the run"),
+        ({"params": PARAMS[:2]}, "params: '2' is missing"),
+        ({"batches": [BATCH] * 2}, "the run had 3 batches, and the replay got 2: give all of them"),
+        ({"batches": BATCH}, "batches must be a list of all batches of the run"),
+        ({"batches": 3}, "batches must be a list of all batches of the run"),
+        ({"batches": ["x"] * 3}, "no array"),
+        ({"rng": jax.random.key(0)}, "the run had no key, and the replay got one"),
+        ({"model_state": {"mean": 0.0}}, "model_state is {'mean': 0.0}, that of the run was None"),
+    ]
+    for changed, told in wrong:
+        with pytest.raises(ValueError, match=told):
+            jvpipe.replay(**given | changed)
+    more: dict[str, Any] = {"batches": itertools.repeat(BATCH)}
+    assert len(jvpipe.replay(**given | more)[1]) == 3 * MICRO

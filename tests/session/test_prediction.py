@@ -120,3 +120,10 @@ def test_what_is_no_function_of_the_parameters_is_refused() -> None:
         pipe.predict(state, BATCH, lambda params, batch: jnp.ones(3))
     with pytest.raises(ValueError, match=r"function must be a function of \(params, batch\)"):
         pipe.predict(state, BATCH, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["a", 10**30, object()])
+def test_what_no_device_holds_is_refused_with_its_path(value: Any) -> None:
+    pipe, state = begun()
+    with pytest.raises(ValueError, match="leaf of the prediction 'top' is "):
+        pipe.predict(state, BATCH, lambda params, batch: {"x": params[0], "top": value})

@@ -48,6 +48,10 @@ def count(x: jax.Array) -> jax.Array:
 FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "each": (lambda x: jnp.tanh(x), Over.ALONG),
     "none": (lambda x: jnp.arange(3.0), Over.NONE),
+    "a mean of complex values": (
+        lambda x: jnp.mean(jnp.abs(x.astype(complex) * np.complex64(2j))),
+        Over.MEAN,
+    ),
     "sum": (lambda x: jnp.sum(x**2), Over.SUM),
     "mean": (lambda x: jnp.mean(x**2), Over.MEAN),
     "mean by hand": (lambda x: jnp.sum(x) / x.shape[0], Over.MEAN),
