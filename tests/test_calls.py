@@ -237,7 +237,11 @@ def test_chance_gives_what_is_no_argument(
         ("from_json stages", [3], "stage 0 must map layers, devices, and is 3"),
         ("from_json stages fates", 3, "fates of stage 0 must map names of tensors, not 3"),
         ("from_json tasks", 3, "tasks must be texts, one for each device, not 3"),
-        ("migrate at", (-1, 0), r"at=\(-1, 0\) is not a moment to come: the next step is 0"),
+        (
+            "migrate at",
+            (-1, 0),
+            r"at=\(-1, 0\) is not a moment of a future step: the next step is 0",
+        ),
         (
             "migrate plan",
             np.ones((40, 40)),
@@ -256,7 +260,7 @@ def test_chance_gives_what_is_no_argument(
         ),
         ("init params", lambda: 0, "give arrays, or a function key -> params that makes them"),
         ("init params", 2**70, "is the number 1180591620717411303424, which no device holds"),
-        ("save extra", {1: 2}, "extra must be what JSON holds by name, .*, not {1: 2}"),
+        ("save extra", {1: 2}, "extra must map names to values that JSON can hold, .*, not {1: 2}"),
         ("save extra", {"a": DEEP}, "extra must be .*: it.* more than 200 deep"),
         ("restore", "x" * 5000, "path has a name of more than 255 bytes: 'xxx"),
         ("plan_for hardware", "x" * 5000, r"unknown hardware 'xx.*\.\.\..*: There are"),

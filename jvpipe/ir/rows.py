@@ -124,7 +124,7 @@ class AskRun:
 
 @dataclass(frozen=True, slots=True)
 class ArriveRun:
-    """The mark that copies from another process have arrived.
+    """A mark: the copies from another process have arrived.
 
     `number` is the number of the first copy's row in the whole step.
     """
@@ -161,7 +161,7 @@ Run = (
     | GroupRun
     | None
 )
-"""What tells rows of the same kind and layer apart; None if nothing has to."""
+"""The data that distinguish rows of the same kind and layer; None if the row needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Row:
         return tuple(map(wire, (*self.parts, self)))
 
     def __str__(self) -> str:
-        # A row of no stage or micro-batch leaves that number out.
+        # The number of a stage or micro-batch is left out if the row belongs to none.
         stage = self.stage if self.stage >= 0 else ""
         microbatch = self.microbatch if self.microbatch >= 0 else ""
         where = f"{stage}{self.kind}{microbatch}"

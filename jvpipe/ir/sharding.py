@@ -64,6 +64,7 @@ class Sharding:
             array: the whole array.
             spec: the axes along which it is cut.
         """
+        # Every spec cuts into equal parts (`divides`), so the division leaves no remainder.
         parts = math.prod(map(self._parts, spec))
         return replace(array, spec=spec, bytes=array.bytes // parts)
 
@@ -114,6 +115,7 @@ class Sharding:
 
     def _cut(self, shape: tuple[int, ...], spec: Spec) -> Iterator[tuple[int, int]]:
         """Returns, for each dimension that a spec names, its size and the number of its parts."""
+        # A spec may be shorter than the shape: the dimensions behind it are not cut.
         return zip(shape, map(self._parts, spec), strict=False)
 
 

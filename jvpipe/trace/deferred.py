@@ -59,7 +59,7 @@ def deferred_batch_norm(
     momentum: float = 0.1,
     epsilon: float = 1e-5,
 ) -> tuple[Float[Array, "... features"], BatchStatistics]:
-    """Normalizes features by a micro-batch's statistics, and keeps running ones of whole batches.
+    """Normalizes features by a micro-batch's statistics; updates running ones once per batch.
 
     A plain batch norm in a pipeline updates its running statistics in every micro-batch, each time
     from few examples. This one updates them once per batch, from all examples of the batch, as
@@ -88,7 +88,8 @@ def deferred_batch_norm(
     """
     if not is_whole(microbatches) or microbatches < 1:
         raise ValueError(
-            f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}"
+            f"microbatches must be the pipeline's number of micro-batches, at least 1, not "
+            f"{brief(microbatches)}"
         )
     values = x.astype(jnp.float32)
     axes = tuple(range(x.ndim - 1))
@@ -133,7 +134,7 @@ def _remembered(
     seen = before.seen + 1
     whole = seen == microbatches
     count = items.astype(jnp.float32)
-    # Here and in `squares`, values are taken minus the running mean, which does not change within
+    # `total` and `squares` are sums of values minus the running mean, which does not change within
     # a batch. So the batch's mean is the running mean plus `off`.
     off = total / count
     mean = before.mean + off

@@ -1,7 +1,7 @@
 """A user's loss as a flat function, which returns a list of arrays, and its jaxpr.
 
-The user's function gets a random key that is made from a seed. What it returns is taken apart into
-the loss, the model state and aux. Each of them is checked while the function is traced, so that an
+The user's function gets a random key that is made from a seed. Its result is split into the
+loss, the model state and aux. Each of them is checked while the function is traced, so that an
 error still shows the user's function.
 """
 
@@ -63,8 +63,7 @@ class FlatLoss:
             tree of the loss; the tree of aux.
 
         Raises:
-            ValueError: the loss returns what it should not, or has effects that a pipeline cannot
-                have.
+            ValueError: the loss has a wrong result, or effects that a pipeline cannot have.
         """
         returned: list[TreeDef] = []  # a traced function returns only arrays, so trees are put here
 
@@ -151,7 +150,7 @@ def _parts(
         has_state: whether it returns the model state.
 
     Raises:
-        ValueError: it did not return a tuple of that many parts.
+        ValueError: `out` is not a tuple with an entry for each part.
     """
     count = 1 + has_aux + has_state
     if count == 1:
@@ -191,7 +190,7 @@ def _check_loss(loss: Any) -> None:
     if weight_type == np.bool_ or jnp.issubdtype(weight_type, jnp.complexfloating):
         raise ValueError(
             f"the weight of jvpipe.Weighted must be a real number, not of type {weight_type}: "
-            "of a mask, take the sum"
+            "take the sum of a mask"
         )
 
 
@@ -229,8 +228,8 @@ def _check_effects(closed: ClosedJaxpr) -> None:
         name = eqn.primitive.name
         if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
             raise ValueError(
-                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, whose effects "
-                "have no place in a pipeline, where layers run beside each other and partly "
-                "again: use jax.debug.callback (it runs once per micro-batch, in the forward), "
-                "or return the values, with has_aux=True, and use them after the step"
+                f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, which a "
+                "pipeline cannot run exactly once and in order: its layers run at the same time, "
+                "and some run twice. Use jax.debug.callback (it runs once per micro-batch, in the "
+                "forward), or return the values, with has_aux=True, and use them after the step"
             )

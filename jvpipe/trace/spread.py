@@ -63,7 +63,7 @@ _CALLS = (
 )
 _RULES = ("custom_jvp_call", "custom_vjp_call")
 _POSITIONS = ("start_indices", "padding_config")
-_GIVES = "gives single examples what was made of several of them"
+_GIVES = "gives single examples a value that was made from several examples"
 _IN_FIRST = {
     Beside.LEFT: Beside.FIRST_LEFT,
     Beside.RIGHT: Beside.FIRST_RIGHT,
@@ -164,7 +164,7 @@ class Spreading:
         for key, value in eqn.params.items():
             is_fixed = isinstance(value, int | float) or key in _POSITIONS
             if is_fixed and repr(small.params[key]) != repr(value):  # as text, because NaN != NaN
-                raise self.refused(eqn, "does as the number of examples says")
+                raise self.refused(eqn, "has a parameter that depends on the number of examples")
         if name in _CALLS:
             outs = self._call(eqn, small, ins)
             if name in _RULES:
@@ -211,7 +211,7 @@ class Spreading:
         # would count that operand once for each slice.
         is_sum_beside = eqn.primitive.name == "scatter-add" and ins[0].over is not Over.ALONG
         if is_sum_beside and not ins[0].is_zero:
-            raise self.refused(eqn, "adds examples to what is there: add it to their sum")
+            raise self.refused(eqn, "adds examples to an array: add the array to their sum")
         power = power_after(eqn, ins)
         if power is None:
             raise self.refused(eqn, "uses the number of examples in the values of single examples")
@@ -230,8 +230,8 @@ class Spreading:
         if result is None:
             raise self.refused(
                 eqn,
-                "goes on from examples less what was made of several of them, as no batch norm "
-                "does",
+                "uses the difference of examples and a value made from several examples in a way "
+                "that no batch norm does",
             )
         if result.over is Over.ALONG:
             # A statistic that is no longer open has been scaled, so its batch norm is complete.
@@ -374,7 +374,7 @@ class Spreading:
         try:
             fewer, _ = pullback(small, moving)
         except Exception as error:
-            why = f"takes no {self.fewer} examples: {type(error).__name__}: {error}"
+            why = f"cannot take {self.fewer} examples: {type(error).__name__}: {error}"
             raise self.refused(eqn, f"has a derivative rule that {why}") from error
         inner = replace(
             self,
@@ -398,7 +398,8 @@ class Spreading:
         for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
             if not fits(inner.lies(a, b), cotangent(ins[i])):
                 raise inner.refused(
-                    eqn, f"gives operand {i} a cotangent that is not made of those of its examples"
+                    eqn,
+                    f"gives operand {i} a cotangent that is not made from its examples' cotangents",
                 )
 
     def _flows(self, atom: Atom) -> bool:
@@ -413,7 +414,7 @@ def _is_inexact(atom: Atom) -> bool:
 
 
 def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
-    """Returns the variables that results are made of, the results included."""
+    """Returns the variables that results depend on, and the results themselves."""
     reached = set(jaxprs.variables(results))
     for eqn in reversed(eqns):
         if not reached.isdisjoint(eqn.outvars):
@@ -422,5 +423,5 @@ def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
 
 
 def _undivided(lies: Lies) -> Lies:
-    """Forgets what a value was divided by: each body has an `Alike` of its own."""
+    """Drops a value's divisor, whose number means nothing in the `Alike` of another body."""
     return replace(lies, divisor=None)

@@ -125,7 +125,7 @@ def test_running_statistics_are_those_of_whole_batches(micro: int, options: Any)
 
 def test_no_micro_batches_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="microbatches must be those of the pipeline, at least 1, not 0"
+        ValueError, match="the pipeline's number of micro-batches, at least 1, not 0"
     ):
         deferred_batch_norm(jnp.ones((2, WIDTH)), BatchStatistics.of(WIDTH), 0)
 

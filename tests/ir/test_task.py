@@ -85,7 +85,7 @@ def test_lists_of_rules_are_written_per_device(tmp_path: Path, name: str) -> Non
         ((), r"\(\) holds no lists: give plan.tasks of a plan whose order was chosen"),
         ("0F0 0B0", "'0F0 0B0' holds no lists"),
         (("0F0 0X0",), "'0X0' is not a task: write stage, kind and micro-batch, such as 2F0"),
-        (("0F0 0B0 0U0",), "0U0 cannot be written: torch knows F, B, I, W"),
+        (("0F0 0B0 0U0",), "0U0 cannot be written: torch takes only F, B, I, W"),
         (((Task(1, Kind.SEND, 0),),), "1SEND0 cannot be written"),
         (((Task(1, Kind.F, -1),),), "'1F-1' is not a task"),
     ],

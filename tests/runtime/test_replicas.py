@@ -124,7 +124,7 @@ def test_layers_move_between_stages_of_other_widths() -> None:
         held = sum(x.nbytes for x in state.arrays)
         assert sum(pipe.ledger.live) == held, "what was left behind is gone"
     assert len(pipe.session.history) == 4
-    with pytest.raises(ValueError, match=r"between two steps alone, write at=\(5, 0\)"):
+    with pytest.raises(ValueError, match=r"only between two steps, write at=\(5, 0\)"):
         pipe.migrate(state, TWO_ONE, at=(4, 1))
 
 

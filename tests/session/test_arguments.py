@@ -144,7 +144,7 @@ def test_what_a_member_refuses() -> None:
     )
     refused(
         lambda: pipe.save("nowhere", state, {"seen": np.float32(1)}),
-        "extra must be what JSON holds by name.*float32",
+        "extra must map names to values that JSON can hold.*float32",
     )
     pipe.step(state, narrow())
     refused(lambda: pipe.wait(state), "this state was consumed by an earlier step")
@@ -224,7 +224,7 @@ def test_a_model_state_that_nobody_carries() -> None:
         (
             lambda loss: jvpipe.Weighted(loss, np.bool_(True)),
             {},
-            "must be a real number, not of type bool: of a mask, take the sum",
+            "must be a real number, not of type bool: take the sum of a mask",
         ),
     ],
 )

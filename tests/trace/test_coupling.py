@@ -96,7 +96,7 @@ def test_they_meet_in_a_batch_norm() -> None:
     found = place(normed)
     assert found is not None
     assert "'sub'" in found
-    assert "gives single examples what was made of several of them" in found
+    assert "gives single examples a value that was made from several examples" in found
 
 
 def test_a_batch_norm_that_the_model_state_remembers_is_no_exception() -> None:

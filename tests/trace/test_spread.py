@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
         lambda x: jax.lax.while_loop(lambda y: jnp.max(y) > 1.0, lambda y: y / 2, x),
         "branches on its examples",
     ),
-    "a power": (lambda x: x ** x.shape[0], "as the number of examples says"),
+    "a power": (lambda x: x ** x.shape[0], "depends on the number of examples"),
     "a branch by the examples": (
         lambda x: jax.lax.cond(jnp.max(x) > 0, jnp.sin, jnp.cos, x),
         "branches on its examples",

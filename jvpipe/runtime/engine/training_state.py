@@ -152,6 +152,13 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
     """
 
     def put(value: Any, device: Device, spec: Spec) -> jax.Array:
+        """Copies a value to a device, or over the devices of its mesh.
+
+        Args:
+            value: an array, or a lazy array, which is read now.
+            device: a device or a mesh.
+            spec: how a mesh divides the array.
+        """
         sharding = _jax.sharding_on(device, spec)
         if not isinstance(value, LazyArray):
             return jax.device_put(value, sharding, may_alias=False)
