@@ -261,7 +261,7 @@ def test_chance_gives_what_is_no_argument(
         ("init params", lambda: 0, "give arrays, or a function key -> params that makes them"),
         ("init params", 2**70, "is the number 1180591620717411303424, which no device holds"),
         ("save extra", {1: 2}, "extra must map names to values that JSON can hold, .*, not {1: 2}"),
-        ("save extra", {"a": DEEP}, "extra must be .*: it.* more than 200 deep"),
+        ("save extra", {"a": DEEP}, "extra must map .*: it.* more than 200 deep"),
         ("restore", "x" * 5000, "path has a name of more than 255 bytes: 'xxx"),
         ("plan_for hardware", "x" * 5000, r"unknown hardware 'xx.*\.\.\..*: There are"),
         ("save path", 3, "path must be a text or a pathlib.Path, not 3"),

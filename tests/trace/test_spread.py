@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
     "noise in a rule": (noise, "inside of a rule"),
     "a loop for each": (
         lambda x: jax.lax.fori_loop(0, x.shape[0], lambda i, y: jnp.sin(y), x),
-        "as the number of|as its",
+        "depends on the number of|as its",
     ),
     "a loop until all are small": (
         lambda x: jax.lax.while_loop(lambda y: jnp.max(y) > 1.0, lambda y: y / 2, x),
@@ -249,7 +249,7 @@ def test_a_batch_norm_divides_what_it_has_centered() -> None:
     assert spread(centered, lambda outs: outs[1:])[0].open
     for name, by in (("tanh", jnp.tanh), ("div", lambda less: 1 / less)):
         with pytest.raises(
-            CoupledError, match=f"'{name}' goes on from examples less what was made of several"
+            CoupledError, match=f"'{name}' uses the difference of examples and a value made from"
         ):
             spread(partial(bent, by), lambda outs: outs[1:])
 
