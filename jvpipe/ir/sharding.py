@@ -1,8 +1,7 @@
 """The rules by which a user cuts parameters over the devices of a place.
 
-A place may be a mesh of several devices with named axes. A spec names, for each dimension of
-an array, the axes along which that dimension is cut. Rules give specs by the paths of
-parameters.
+A place may be a mesh of several devices with named axes. A spec names, for each dimension of an
+array, the axes along which that dimension is cut. Rules give specs by the paths of parameters.
 """
 
 import math
@@ -89,8 +88,7 @@ class Sharding:
         if array.shape[0] % parts:
             raise ValueError(
                 f"batch_axis='{self.batch_axis}' cuts the {array.shape[0]} examples of a "
-                f"micro-batch in {parts} parts: use other micro-batches, or a mesh that "
-                "divides them"
+                f"micro-batch in {parts} parts: use another size, or a mesh that divides them"
             )
         return self.laid(array, (self.batch_axis,))
 

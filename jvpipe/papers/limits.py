@@ -103,7 +103,7 @@ def no_cuts_fit(planner: str, kept: KeptStages) -> Infeasible:
     return Infeasible(
         f"{planner} keeps every activation, and then nothing fits into {limit} bytes per device: "
         f"stage {stage} of the smallest plan takes {smallest - limit} bytes more. "
-        f"The smallest limit that suffices is {smallest} bytes; "
+        f"The smallest limit that would do is {smallest} bytes; "
         f"or use smaller micro-batches, or a planner that swaps and recomputes",
         stage=stage,
         excess_bytes=smallest - limit,

@@ -98,7 +98,7 @@ def parse_located(text: str, file: str) -> Located:
         located.line = next(lines)
         names = [name for name, _ in pairs]
         if twice := [name for name in located if names.count(name) > 1]:
-            raise located.wrong(f"the field {twice[0]} is there twice")
+            raise located.wrong(f"the field {twice[0]} occurs twice")
         return located
 
     try:

@@ -102,14 +102,14 @@ class OneFOneB(Schedule):
         if eager and most is not None:
             raise ValueError(
                 "eager means 2 (S - d) - 1 micro-batches in flight on device d, "
-                f"most={list(most)} others"
+                f"and most={list(most)} gives other numbers: use one of the two"
             )
-        # If a device has fewer micro-batches in flight than the next, the latter waits.
+        # If a device has fewer micro-batches in flight than the next one, the next one waits.
         rises = most is not None and any(a < b for a, b in pairwise(most))
         if most is not None and (rises or min(most, default=0) < 1):
             raise ValueError(
-                f"most={list(most)} must fall from device to device, to 1 or more: "
-                "a device would wait"
+                f"most={list(most)} must be at least 1, and must not rise from device to device: "
+                "the next device would wait"
             )
         words = ["1f1b"]
         if eager:

@@ -40,6 +40,8 @@ class RoundRobin:
         """The most micro-batches in flight on each stage."""
         counts: list[int] = []  # from the last stage to the first
         for devices in reversed(self.replicas):
+            # With replicas (3, 2): 2 on the last stage, and 2 + 3 = 5 on the stage before it, which
+            # is rounded up to 6, two for each of its three devices.
             following = counts[-1] if counts else 0
             rounds = -(-(following + devices) // devices)
             counts.append(rounds * devices)
@@ -72,8 +74,8 @@ def check_turns(schedule: Schedule, plan: Plan, microbatches: int) -> None:
     every = schedule.period(microbatches)
     if odd := [count for count in plan.replicas if every % count]:
         raise ValueError(
-            f"an update every {every} micro-batches needs one of each replica, "
-            f"and a stage has {odd[0]}: use a multiple of {list(plan.replicas)}, "
+            f"an update every {every} micro-batches must take equally many from each replica, "
+            f"and a stage has {odd[0]} replicas: use a multiple of {list(plan.replicas)}, "
             f"such as jvpipe.schedules.PipeDream(update_every={math.lcm(*plan.replicas)}), "
             "and micro-batches that it divides"
         )

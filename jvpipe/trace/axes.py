@@ -199,7 +199,11 @@ def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
                 return "takes some of the examples"
             return [before] * len(eqn.outvars)
         case "rev":
-            return [before] if before not in params["dimensions"] else "turns the examples round"
+            return (
+                [before]
+                if before not in params["dimensions"]
+                else "reverses the order of the examples"
+            )
         case "pad":
             is_plain = tuple(params["padding_config"][before]) == (0, 0, 0)
             return [before] if is_plain else "adds examples"
@@ -245,7 +249,7 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     inside = left in contracted[0], right in contracted[1]
     if any(inside):
         paired = all(inside) and contracted[0].index(left) == contracted[1].index(right)
-        return [None] if paired else "multiplies examples with what is not theirs"
+        return [None] if paired else "multiplies examples by values of other examples"
     if left is not None and right is not None:
         both_batched = left in batched[0] and right in batched[1]
         if both_batched and batched[0].index(left) == batched[1].index(right):
@@ -290,7 +294,7 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
         batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
         if operand is None or (operand, indices) in [*zip(*batching, strict=True)]:
             return [outer[indices]]
-        return "looks other examples up: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
+        return "looks up other examples: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     assert operand is not None
     count = _jax.aval(eqn.invars[0]).shape[operand]

@@ -122,8 +122,7 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
     for size, apart in by_size.items():
         if apart != by_size[least]:
             raise CoupledError(
-                f"the loss is made of its examples in another way on {size} of them than on "
-                f"{least}: use micro-batches that the replicas of each stage divide evenly"
+                f"the loss depends on {size} examples in another way than on {least}: use micro-batches that the replicas of each stage divide evenly"
             )
     return by_size[least]
 
@@ -139,8 +138,8 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
     small = _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(
-            f"the loss closes over arrays that are others on {fewer} examples than on "
-            f"{traced.graph.examples}: give them with the batch, or make them with jax.numpy"
+            f"the loss closes over arrays that differ between {fewer} and "
+            f"{traced.graph.examples} examples: give them with the batch, or make them with jax.numpy"
         )
     spreading = _spreading(traced, fewer)
     spreading.run(loss.eqns, small.eqns)
@@ -223,7 +222,7 @@ def _spread(lies: Lies) -> Spread:
     return Spread(lies.over, lies.axis)
 
 
-_LESS = " (weights that may add up to less than one take no max(weight, 1): give the sum itself)"
+_LESS = " (if weights may add up to less than one, return their sum and not max(weight, 1))"
 
 
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
@@ -270,7 +269,7 @@ def _check_loss(traced: Traced, lies: Lies) -> None:
     cure = sums if weighted else "a mean or a sum over its examples"
     raise CoupledError(
         f"the loss, which layer {traced.graph.label(traced.graph.layers[traced.graph.loss_layer])} "
-        f"makes, cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
+        f"makes, cannot be made from those of slices, as replicas need it: it must be {cure}; a mean "
         "over a number of items that differs returns jvpipe.Weighted(total, weight). Else "
         "use one device for each stage, or make each stage a mesh with a batch_axis"
     )
@@ -291,6 +290,6 @@ def _check_aux(
     leaf, path = _aux_path(traced, index)
     cure = "" if is_weighted else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
     raise CoupledError(
-        f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of "
+        f"{leaf} of aux cannot be made from those of slices, as replicas need it: return values of "
         f"each example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"
     )

@@ -121,7 +121,7 @@ class Spreading:
             differing = ((a, b) for a, b in pairs if a != b)
             one, other = next(differing, ("one", "none"))
             raise CoupledError(
-                f"the loss is another program on {self.fewer} examples than on {self.examples} "
+                f"the loss is a different program on {self.fewer} examples than on {self.examples} "
                 f"({other} instead of {one}): use larger micro-batches or fewer replicas, so that "
                 "each has at least 2 examples"
             )

@@ -134,9 +134,9 @@ class Stacks:
                 return part
             if len(set(map(jax.tree.structure, part))) > 1:
                 raise ValueError(
-                    "the optimizer keeps other arrays for some layers of a parameter that a scan "
-                    "stacks than for the rest, so they cannot be stacked: choose its masks and "
-                    "labels by path, not by layer or leaf number"
+                    "the optimizer keeps different arrays for the layers of a parameter that a scan "
+                    "stacks, so they cannot be stacked: choose its masks and labels by path, not "
+                    "by layer or leaf number"
                 )
             return jax.tree.map(stack, *part)
 
@@ -180,6 +180,9 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
         loss: the traced loss.
         params: its parameters.
     """
+    # `source` has, for each variable that is a parameter or a cast of one, the parameter's number.
+    # `others` has the parameters that something other than a scan over layers reads. These must
+    # stay whole, even if a scan over layers reads them as well.
     lengths: dict[int, int] = {}
     others: set[int | None] = set()
     parameters = loss.inputs_of(ValueKind.PARAMETER)

@@ -74,7 +74,7 @@ def _compare_names(where: str, data: Any, pattern: dict[Any, Pattern]) -> None:
     patterns = {name.removesuffix("?"): value for name, value in pattern.items()}
     unknown = [name for name in data if name not in patterns]
     if unknown:
-        raise ValueError(f"{where} has an entry that is not known, {brief(unknown[0])}")
+        raise ValueError(f"{where} has an unknown entry, {brief(unknown[0])}")
     for name, value in data.items():
         compare(f"{where}.{name}", value, patterns[name])
 
@@ -83,6 +83,7 @@ def whole_in(least: int = 0, largest: int = LARGEST) -> Pattern:
     """Returns the pattern of whole numbers in a range, both ends included."""
 
     def check(where: str, data: Any) -> None:
+        # Not `isinstance`, because in Python True is an instance of int.
         fits = type(data) is int and least <= data <= largest
         expected = f"a whole number from {least} to {largest}"
         _need(fits, where, expected, data)

@@ -383,7 +383,7 @@ def test_a_statistic_of_the_batch_that_the_loss_uses_is_refused() -> None:
 
     for loss in (centered, new_mean, spread_out):
         with pytest.raises(
-            ValueError, match=r"cannot be replicated|cannot be made of those of slices"
+            ValueError, match=r"cannot be replicated|cannot be made from those of slices"
         ):
             stepped(loss, np.zeros(D, np.float32), (2, 1))
 
@@ -449,5 +449,5 @@ def test_a_quotient_is_not_taken_for_a_mean_that_it_is_not(loss_fn: Any) -> None
     }
     params = {"w": np.eye(4, dtype=np.float32)}
     pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 1, 1, replicas=(2,), devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="cannot be made of those of slices"):
+    with pytest.raises(ValueError, match="cannot be made from those of slices"):
         pipe.init(params, batch, None)

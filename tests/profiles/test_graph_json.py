@@ -198,7 +198,7 @@ def test_what_is_wrong_is_named_with_its_line_and_field(
             '{"maxSizePerFPGA": 1, "maxFPGAs": 1, "nodes": {}}',
             "g.json, line 1: the field nodes must be a list",
         ),
-        ('{"a": 1,\n"a": 2}', "g.json, line 1: the field a is there twice"),
+        ('{"a": 1,\n"a": 2}', "g.json, line 1: the field a occurs twice"),
         ("[" * 10**5, "g.json, line 1: this JSON is nested too deeply"),
     ],
 )

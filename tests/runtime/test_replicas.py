@@ -291,7 +291,7 @@ def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
     for schedule in ("pipemare", "auto"):
         refused("cannot run under", replicas=(2, 1), schedule=schedule, planner="jvpipe")
     refused(
-        "an update every 1 micro-batches needs one of each replica",
+        "an update every 1 micro-batches must take equally many from each replica",
         stages=TWO_ONE,
         schedule="pipedream",
     )

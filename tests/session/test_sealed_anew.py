@@ -144,7 +144,7 @@ AT_REST: dict[str, tuple[Change, str]] = {
     "half a key": (put("key", value=[[2]]), "key must be a list of 2"),
     "a key of another kind": (put("key", value=[[2], "rbg"]), "rbg"),
     "extra that is a list": (put("extra", value=[]), "extra must be a mapping of names"),
-    "an unknown entry": (put("more", value=1), "has an entry that is not known, 'more'"),
+    "an unknown entry": (put("more", value=1), "has an unknown entry, 'more'"),
     "shapes of nothing": (put("shapes", value={}), "shapes lacks params"),
     "an unknown container": (put("shapes", "batch", value={"set": []}), "must be one of dict"),
     "two containers": (

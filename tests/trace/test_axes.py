@@ -72,7 +72,7 @@ KEPT: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
 REFUSED: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
     "running sum": (lambda x: jnp.cumsum(x, 0), "from example to example"),
     "sorted": (lambda x: jnp.sort(x, 0), "sorts examples"),
-    "turned": (lambda x: jnp.flip(x, 0), "turns the examples"),
+    "turned": (lambda x: jnp.flip(x, 0), "reverses the order"),
     "each with each": (lambda x: jnp.einsum("btd,ctd->bc", x, x), "every other"),
     "behind merged": (lambda x: x.transpose(1, 0, 2).reshape(-1, D), "mixes the axis"),
     "transform": (lambda x: jnp.fft.fft(x, axis=0).real, "transforms over examples"),

@@ -225,4 +225,4 @@ def test_a_loss_that_is_another_on_one_of_the_slices_is_refused() -> None:
         x = batch["x"] @ params[0]["w"] @ params[1]["w"]
         return jnp.mean(x**2) * (5.0 if x.shape[0] == 3 else 1.0)
 
-    refused(loss_fn, "cannot be made of those of slices", sizes=(2, 3))
+    refused(loss_fn, "cannot be made from those of slices", sizes=(2, 3))

@@ -255,5 +255,5 @@ def test_a_batch_norm_divides_what_it_has_centered() -> None:
 
 
 def test_a_loss_that_is_another_program_at_another_size_is_refused() -> None:
-    with pytest.raises(CoupledError, match="another program on 2 examples than on 6"):
+    with pytest.raises(CoupledError, match="a different program on 2 examples than on 6"):
         spread(lambda x: jnp.sin(x) if x.shape[0] > 2 else jnp.cos(x))
