@@ -122,7 +122,8 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
     for size, apart in by_size.items():
         if apart != by_size[least]:
             raise CoupledError(
-                f"the loss depends on {size} examples in another way than on {least}: use micro-batches that the replicas of each stage divide evenly"
+                f"the loss depends on {size} examples in another way than on "
+                f"{least}: use micro-batches that the replicas of each stage divide evenly"
             )
     return by_size[least]
 

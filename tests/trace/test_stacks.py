@@ -176,6 +176,6 @@ def test_slices_of_which_an_optimizer_keeps_other_arrays_are_refused_with_the_cu
         optax.trace(0.9), lambda p: jax.tree.unflatten(jax.tree.structure(p), [True, False])
     )
     with pytest.raises(
-        ValueError, match=r"the layers of a parameter that a scan stacks .*choose its masks"
+        ValueError, match=r"the layers of a parameter that a scan stacks.*choose its masks"
     ):
         stacks.join(masked.init(parts))
