@@ -278,7 +278,7 @@ def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
             begun(**{"stages": 2, **DEVICES, **options})
 
     refused("stage 0 has 3 replicas, and a micro-batch 2 examples", replicas=(3, 1))
-    refused("says so of 3 stages, there are 2", replicas=(2, 1, 1))
+    refused("is for 3 stages, there are 2", replicas=(2, 1, 1))
     refused("need 6 devices, there are 4", replicas=(3, 3))
     refused("must be the devices of each stage", replicas=3)
     refused("each of replicas must be a whole number", replicas=(2, 0))
