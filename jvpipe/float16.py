@@ -136,6 +136,13 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         state: Any,
         params: Tree = None,
     ) -> tuple[Tree, ScaledState]:
+        """Returns the changes of the parameters and of the scale, and the new state.
+
+        Args:
+            updates: the gradients, each multiplied by the scale; their dtypes are the parameters'.
+            state: the `ScaledState` before the update.
+            params: `{"params": ..., "scale": ...}`, whose scale is a float32 scalar.
+        """
         scale = params["scale"]
         scaled_gradient = updates["params"]
         gradient = jax.tree.map(lambda g: g / scale.astype(g.dtype), scaled_gradient)

@@ -237,7 +237,11 @@ def test_chance_gives_what_is_no_argument(
         ("from_json stages", [3], "stage 0 must be a mapping with layers, devices, not 3"),
         ("from_json stages fates", 3, "fates of stage 0 must map names to fates, not 3"),
         ("from_json tasks", 3, "tasks must be texts, one for each device, not 3"),
-        ("migrate at", (-1, 0), r"at=\(-1, 0\) is not a moment to come: the next step is 0"),
+        (
+            "migrate at",
+            (-1, 0),
+            r"at=\(-1, 0\) is not a moment of a future step: the next step is 0",
+        ),
         (
             "migrate plan",
             np.ones((40, 40)),

@@ -139,7 +139,7 @@ def _is_needless(options: Mapping[str, PipelineOption], word: str) -> bool:
     """Tells whether a word is a former option that has no effect any more, and warns if so."""
     if word != "--no-lossy" or "lossy" not in options:
         return False
-    _warn(f"{word} holds anyway, and is refused from the next release on")
+    _warn(f"{word} has no effect, because it is the default; the next release refuses it")
     return True
 
 
@@ -148,7 +148,7 @@ def present(holder: type[PipelineOptions], name: str) -> str:
     name = name.replace("-", "_")
     for option in options_of(holder).values():
         if name in option.was:
-            _warn(f"{name} is called {option.name} now: the next release knows only the new name")
+            _warn(f"{name} is called {option.name} now: the next release takes only the new name")
             return option.name
     return name
 
@@ -273,13 +273,13 @@ def _resumed(
     config = before.read_config()
     if options.nas or config.get("nas"):
         raise ValueError(
-            "--nas cannot be resumed: a search saves its last architecture alone. Begin a new run"
+            "--nas cannot be resumed: a search saves only its last architecture. Begin a new run"
         )
     kept = {name: config[name] for name in options_of(TrainOptions) if name in config}
     saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT, {})
     if saved.get("data") and not options.data:
         data, folder = saved["data"], options.run_dir
-        print(f"data: {data}, as the run in {folder} had it; --data says where it is now")
+        print(f"data: {data}, as in the run in {folder}; give --data if it has moved")
     trusted = options.trust
     is_named = "model" in of_line or "model" in of_file
     options = _over(of_line, {**saved, **of_file})
@@ -289,8 +289,8 @@ def _resumed(
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
         raise ValueError(
-            f"--init-from {options.init_from}: a run that is resumed has its parameters, leave it "
-            "out"
+            f"--init-from {options.init_from}: a resumed run already has its parameters, so leave "
+            "the option out"
         )
     if not options.shares and options.devices == saved.get("devices"):
         return replace(options, devices=None)
@@ -316,8 +316,8 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values in the file of --config, which is TOML, YAML or JSON, by option name.
 
     Names may have hyphens as on the command line. The file may also be the config.json of a
-    run. Then entries that are not options are ignored, and so are options for a single
-    start of the run.
+    run, whose entries that are not options are ignored, and so are its options for a
+    single start of the run.
 
     Raises:
         ValueError: the file cannot be read, has an unknown option, or a value of another type.
@@ -339,7 +339,7 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
         kind = type(content_by_name).__name__
-        raise ValueError(f"{where} holds no options by name, but {kind}")
+        raise ValueError(f"{where} must map names of options to values, not be a {kind}")
     # Entries are ignored only in the config.json of a run, which has the entry "data_digest".
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
     if "data_digest" not in content_by_name:

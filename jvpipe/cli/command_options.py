@@ -1,10 +1,10 @@
 """Defines options beyond those of a `Pipeline`: all of `jvpipe.train`, some of `jvpipe.plan`.
 
-To add an option, add a field. The file session/options.py defines the options of a
-`Pipeline`, and the function `option`, which makes a field. The arguments of `option` are
-the default, the check, the help, the group, the unit, and what a resumed run does with the
-option. `TrainOptions.check` compares options with each other. The help and the page
-docs/options.md are generated from the fields.
+To add an option, add a field. The options of a `Pipeline` are in session/options.py. The
+function `option` (util/option.py), which makes a field, takes the default, the check, the
+help, the group, the unit, and what a resumed run does with the option. `TrainOptions.check`
+compares options with each other. The help and the page docs/options.md are generated from
+the fields.
 """
 
 import os

@@ -178,7 +178,16 @@ def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
 def find_search(
     options: TrainOptions, workload: models.Workload, hosts: Hosts
 ) -> ArchitectureSearch | None:
-    """Returns the architecture search of --nas; None if --nas is not given."""
+    """Returns the architecture search of --nas; None if --nas is not given.
+
+    Args:
+        options: the options of the command.
+        workload: the model and its data; the search runs on the model's supernet.
+        hosts: the processes of the run; a search runs in a single process.
+
+    Raises:
+        ValueError: there are several processes, or the model's architecture cannot be searched.
+    """
     if not options.nas:
         return None
     if hosts.count > 1:

@@ -56,7 +56,13 @@ class Archive:
         count: int,
         measure: Callable[[], list[float]],
     ) -> list[float]:
-        """Returns the numbers of one thing; see `each` for the arguments."""
+        """Returns the numbers of one thing, as `each` does for several things.
+
+        Args:
+            what: returns the description; without a folder it is not called.
+            count: how many numbers there are. A file with more or fewer counts as missing.
+            measure: measures the numbers.
+        """
         return self.each(lambda _: what(), 1, count, lambda _: [measure()])[0]
 
     def each(

@@ -204,6 +204,8 @@ class Costs:
 
     def edges_at(self, i: int, j: int) -> Iterable[Edge]:
         """Returns the edges that layers i to j - 1 make or read, each edge once."""
+        # An edge is listed at each of its layers. Two edges may have equal fields, so they are told
+        # apart by identity. Only the layers of the segment are visited, not all edges of the model.
         edges = chain.from_iterable(self._edges_at[i:j])
         return {id(edge): edge for edge in edges}.values()
 

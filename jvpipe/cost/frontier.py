@@ -133,7 +133,7 @@ def _rank(option: Option) -> tuple[bool, float, int]:
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
     """Returns options with measured extra seconds, interpolated at the modeled extra seconds."""
-    # What costs nothing by the model stays free: the first option, for instance.
+    # An option that costs nothing by the model, such as the first one, stays free.
     points = sorted([(0.0, 0.0), *(point for point in measured if point[0] > 0)])
     modeled_s, measured_s = np.array(points).T
     # Measured seconds must rise with the modeled ones: noise must not make more work cheaper.

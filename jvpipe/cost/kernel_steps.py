@@ -78,6 +78,8 @@ def loop_of(eqn: JaxprEqn) -> Shape | None:
     """Returns the shape that an elementwise kernel or a reduction loops over; None for others."""
     if is_heavy(eqn) or eqn.primitive.name in SCATTERS:
         return None
+    # A reduction reads each element once, and its result may be a single number. So the loop has
+    # the shape of the operand.
     is_reduction = eqn.primitive.name in REDUCTIONS
     looped = eqn.invars[0] if is_reduction else eqn.outvars[0]
     return dims_of(looped)

@@ -59,7 +59,13 @@ class TargetStore(ProgramStore):
         self.sizes: dict[Hashable, Sizes] = {}
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
-        """Returns a layer's forward and backward from the store that makes programs."""
+        """Returns a layer's forward and backward from the store that makes programs.
+
+        Args:
+            body: the equations of the layer.
+            kept: the names of the candidates that its forward saves.
+            partial: the tensors that later layers read, too.
+        """
         return self._store.layer(body, kept, partial)
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:

@@ -59,6 +59,8 @@ class Target:
         It is part of the key by which the archive keeps answers. So if its format changes, programs
         are compiled again.
         """
+        # JAX lowers the program, jaxlib holds XLA, and the package holds the device's compiler: a
+        # new version of any of them may give other bytes.
         versions = version("jax"), version("jaxlib"), version(self.package)
         return self.platform, self.topology, self.config, *versions
 
@@ -99,6 +101,10 @@ def _gpu(
         threads: the threads that a multiprocessor runs at once.
     """
     memory_bytes_per_s, memory_gib = memory
+    # The text is all that the compiler learns about the device, because no driver is asked. Numbers
+    # that stand in it as they are (threads, registers, limits of grids) are those of all GPUs of
+    # compute capability 7.0 to 9.0. The versions at its end are fixed, so that answers do not
+    # depend on the machine that compiles.
     # From Ampere on, a block may use all of the shared memory except one KiB.
     block_kib = shared_kib if capability < (8, 0) else shared_kib - 1
     config = f"""gpu_device_info {{
@@ -120,7 +126,7 @@ device_description_str: "{device}"
     return Target(
         name,
         "cuda",
-        topology="1x1x1",
+        topology="1x1x1",  # slices x hosts x devices per host
         config=config,
         package="jax-cuda12-plugin",
         extra="aot-cuda",
@@ -174,6 +180,7 @@ def find_target(name: str) -> Target:
     ValueError: unknown compile target 'h10': did you mean 'h100'? There are h100, h200, ...
     """
     kind, _, topology = name.partition(":")
+    # Whole names come first. Only TPUs can be joined in other shapes than their entry says.
     if name in TARGETS:
         return TARGETS[name]
     if kind not in TARGETS or TARGETS[kind].platform != "tpu":

@@ -99,6 +99,7 @@ def _waves_s(
         tiles = product.b * tiles_down * tiles_across
         for parts in _PARTS:
             terms = -(-product.k // parts) + tiling.start
+            # All cores wait for the last wave, so a wave that is begun counts as a whole one.
             waves = -(-tiles * parts // cores)
             tile_flops = 2 * rows * columns * terms
             seconds = waves * tile_flops / (core_flops_per_s * share)

@@ -106,7 +106,8 @@ def _read(text: str, outline: Outline) -> Plan:
     order = tables["ORDER"]
     names = [layer.name for layer in outline.layers]
     if unknown := [mark for mark in marks if mark not in names]:
-        raise ValueError(f"the mark {brief(unknown[0])} is after no layer of the model")
+        raise ValueError(f"the mark {brief(unknown[0])} names no layer of the model")
+    # A mark ends a stage, so the stages end behind the marked layers, in rising order.
     ends = [0, *(1 + names.index(mark) for mark in marks)]
     if ends[-1] != len(names) or sorted(set(ends)) != ends:
         raise ValueError(f"the marks must go up to the last layer, '{names[-1]}', in order")
@@ -117,7 +118,9 @@ def _read(text: str, outline: Outline) -> Plan:
             f"ORDER, {len(lists)} lines, has a device without tasks: write one for each"
         )
     if (rank := ranks_of(lists)) != dict(enumerate(devices)):
-        raise ValueError(f"DEVICES are {devices}, the lines of ORDER are of {sorted(rank.items())}")
+        raise ValueError(
+            f"DEVICES are {devices}, but by ORDER the stages run on {sorted(rank.items())}"
+        )
     with_sends(lists)  # raises ValueError if tasks wait for each other
     return with_lists(
         Plan.from_cuts(counts, devices, outline=outline),

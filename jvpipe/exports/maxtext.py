@@ -26,8 +26,8 @@ def _write(plan: Plan, outline: Outline) -> str:
     layout = layout_of(plan, outline, ("gpipe",), equal=True)
     if outline.microbatches % layout.devices:
         raise ValueError(
-            f"MaxText's micro-batches are a multiple of its {layout.devices} stages, not "
-            f"{outline.microbatches}"
+            f"MaxText needs a number of micro-batches that is a multiple of its {layout.devices} "
+            f"stages, not {outline.microbatches}"
         )
     fields = {
         "base_config": "base.yml",
@@ -56,7 +56,7 @@ def _read(text: str, outline: Outline) -> Plan:
     stages = within * across
     blocks = stack_of(outline, strict=False).blocks
     if stages < 1 or fields.keys().isdisjoint(_STAGES):
-        raise ValueError(f"ici_pipeline_parallelism must say how many stages, it gives {stages}")
+        raise ValueError(f"ici_pipeline_parallelism must give at least 1 stage, not {stages}")
     total = integer_field(fields, "base_num_decoder_layers", blocks)
     per_stage = integer_field(fields, "num_layers_per_pipeline_stage", 1)
     repeats = integer_field(fields, "num_pipeline_repeats", -1)
@@ -70,10 +70,10 @@ def _read(text: str, outline: Outline) -> Plan:
             "blocks"
         )
     if repeats != 1:
-        raise ValueError(f"num_pipeline_repeats {repeats} cannot be read: 1 can")
+        raise ValueError(f"num_pipeline_repeats {repeats} cannot be read: only 1 can")
     policy = fields.get("remat_policy", "full")
     if policy not in ("none", "full"):
-        raise ValueError(f"remat_policy '{policy}' cannot be read: none and full can")
+        raise ValueError(f"remat_policy '{policy}' cannot be read: only none and full can")
     iterations = _flag(fields, "set_remat_policy_on_pipeline_iterations", True)
     layers = _flag(fields, "set_remat_policy_on_layers_per_stage", False)
     recomputes = iterations or (layers and policy == "full")

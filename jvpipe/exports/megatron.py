@@ -104,7 +104,7 @@ def _again(options: dict[str, str], largest: int) -> int:
     if granularity != "full" or method != "block":
         raise ValueError(
             f"recomputation '{granularity}' by '{method}' in units of {count} cannot be read: "
-            "full by block can"
+            "only full by block can"
         )
     return min(count, largest)
 
@@ -129,7 +129,7 @@ def _unrolled(layout: str) -> str:
         length += number * len(part)
         if length > MOST_LAYERS:
             raise ValueError(
-                f"'{match[0]}' is of more than the {MOST_LAYERS} layers that a model may have"
+                f"'{match[0]}' has more than the {MOST_LAYERS} layers that a model may have"
             )
         parts.append(part * number)
         at = match.end()

@@ -151,7 +151,7 @@ def _needs(task: Task, last: int) -> list[Task]:
         case Kind.W:
             return [Task(s, Kind.I, m)]
         case _:
-            raise ValueError(f"{task} cannot be written: torch knows F, B, I and W")
+            raise ValueError(f"{task} cannot be written: torch takes only F, B, I and W")
 
 
 def _ready(task: Task, done: set[Task], last: int) -> bool:

@@ -68,7 +68,9 @@ def _read(text: str, outline: Outline) -> Plan:
     if schedule not in list(SCHEDULES):
         raise ValueError(f"schedule {brief(schedule)} cannot be read: {', '.join(SCHEDULES)} can")
     if mode not in ("none", "full"):
-        raise ValueError(f"activation checkpoints {brief(mode)} cannot be read: none and full can")
+        raise ValueError(
+            f"activation checkpoints {brief(mode)} cannot be read: only none and full can"
+        )
     looped = schedule == "Interleaved1F1B"
     # Unless the file says otherwise, an interleaved schedule has two chunks per rank, others one.
     usual = len(counts) // 2 if looped else len(counts)

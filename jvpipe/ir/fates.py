@@ -62,6 +62,10 @@ class Fates:
         """
         plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)
+        # The fate of an edge decides more than the edge:
+        #
+        #     edge "again" on stage s   ->   its producer runs its forward once more
+        #                               ->   all that the producer keeps inside is made then, too
         dropped = frozenset(edge for edge, fate in edges.items() if FATES[fate].again)
         recomputed = frozenset(graph.tensors[t].producer for _, t in dropped)
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
@@ -162,6 +166,7 @@ def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
                 names = [*candidates, *tensors]
                 raise ValueError(did_you_mean(f"tensor of stage {s}", name, names))
             producer = graph.tensors[tensors[name]].producer
+            # To recompute a value, the stage must run the layer that makes it.
             if FATES[fate].again and producer not in inside:
                 raise ValueError(
                     f"stage {s} cannot recompute '{name}', because layer {producer} of another "

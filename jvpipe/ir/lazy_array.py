@@ -47,6 +47,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         # A slice comes last. An index of this array counts from where the slice starts.
         if before and isinstance(before[-1], slice):
             before, begin = before[:-1], before[-1].start
+        # Whatever is selected, only indices are kept, so a chain of selections reads once.
         if isinstance(i, slice):
             start, stop, step = i.indices(self.shape[0])
             assert step == 1, "a slice of a lazy array has step 1"

@@ -121,6 +121,12 @@ class Plan:
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
         (0, 1)
         """
+        # Two cuts of nine layers, as [5, 2, 2] gives them:
+        #
+        #     layers   0 1 2 3 4 | 5 6 | 7 8
+        #     stage        0     |  1  |  2
+        #
+        # A single number is one stage. An empty list is refused below.
         counts = several(layers) or [layers]
         if not all(is_whole(n) and n >= 1 for n in counts):
             raise ValueError(
@@ -128,6 +134,7 @@ class Plan:
                 "give the number of layers of each stage, such as [5, 2, 2]"
             )
         layers = [int(n) for n in counts]
+        # A stage lists its layers one by one, so a mistyped number could fill the memory.
         if sum(layers) > MOST_LAYERS:
             raise ValueError(
                 f"the cuts {brief(layers)} have {sum(layers)} layers in total: use at most "
@@ -163,6 +170,7 @@ class Plan:
         >>> Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]).device_count
         2
         """
+        # Indices count from 0. A device below the highest one counts even if no stage is on it.
         return 1 + max(device for stage in self.stages for device in stage.devices)
 
     @property
@@ -253,6 +261,8 @@ class Plan:
             raise ValueError(
                 f"the plan lacks layers {missing}: the model has layers 0 to {layers - 1}"
             )
+        # In the order of the stages, the layers must be 0, 1, 2, ...: then each stage is a run of
+        # consecutive layers that begins where the stage before it ends.
         if placed != list(range(layers)):
             raise ValueError(
                 f"the plan's stages have layers {placed}: they must have layers 0 to {layers - 1}, "
@@ -287,6 +297,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain data for JSON, without its outline."""
+        # `asdict` copies all that a field holds, and an outline may hold every layer of a model.
         data = asdict(replace(self, outline=None))
         del data["outline"]
         return data
@@ -324,6 +335,7 @@ class Plan:
         keep_last = checked_flag("keep_last", entries.get("keep_last", False))
         schedule, planner = entries["schedule"], entries["planner"]
         tasks = entries.get("tasks", ())
+        # A text could be iterated over, too, and would be read as a list of single characters.
         lines = None if isinstance(tasks, str) else several(tasks)
         if lines is None or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"tasks must be texts, one for each device, not {brief(tasks)}")
@@ -351,7 +363,7 @@ class Plan:
             return Plan.from_json(json.loads(file.read_text()))
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: JSON nested too deeply
             raise ValueError(f"{file} is not a plan that jvpipe saved: {error}") from error
 
 

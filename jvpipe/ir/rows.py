@@ -125,7 +125,7 @@ class AskRun:
 
 @dataclass(frozen=True, slots=True)
 class ArriveRun:
-    """The mark that copies from another process have arrived.
+    """A mark: the copies from another process have arrived.
 
     `number` is the number of the first copy's row in the whole step.
     """

@@ -1,8 +1,7 @@
 """Sharding: the rules by which a user cuts parameters over the devices of a place.
 
-A place may be a mesh of several devices with named axes. A spec names, for each dimension of
-an array, the axes along which that dimension is cut. Rules give specs by the paths of
-parameters.
+A place may be a mesh of several devices with named axes. A spec names, for each dimension of an
+array, the axes along which that dimension is cut. Rules give specs by the paths of parameters.
 """
 
 import math
@@ -64,6 +63,7 @@ class Sharding:
             array: the whole array.
             spec: the axes along which it is cut.
         """
+        # Every spec cuts into equal parts (`divides`), so the division leaves no remainder.
         parts = math.prod(map(self._parts, spec))
         return replace(array, spec=spec, bytes=array.bytes // parts)
 
@@ -114,6 +114,7 @@ class Sharding:
 
     def _cut(self, shape: tuple[int, ...], spec: Spec) -> Iterator[tuple[int, int]]:
         """Returns, for each dimension that a spec names, its size and the number of its parts."""
+        # A spec may be shorter than the shape: the dimensions behind it are not cut.
         return zip(shape, map(self._parts, spec), strict=False)
 
 

@@ -70,6 +70,7 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
     for tasks in lists:
         texts = tasks.split() if isinstance(tasks, str) else map(str, tasks)
         rows.append([_for_torch(text) for text in texts])
+    # All tasks are checked before the file is opened, so a refused list leaves an old file whole.
     with Path(path).open("w", newline="") as file:
         csv.writer(file).writerows(rows)
 

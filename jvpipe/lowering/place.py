@@ -66,6 +66,13 @@ class Placer(Carrier):
                 the new version gets new buffers. If not, it overwrites the old version.
             place: where the operation runs; the place of its layer unless given.
         """
+        # The rows of an operation come in this order:
+        #
+        #     MOVE, SEND, FEED   what it reads comes to its place (`_read`)
+        #     IN                 what lies on the host comes to the device (`_fetched`)
+        #     the operation
+        #     OUT                results that lie on the host go back (`_return`)
+        #     SEND               results for other layers leave at once (`_deliver`)
         here = self.where.of(op.layer, op.examples) if place is None else place
         reads = [self._read(value, op, here) for value in op.reads]
         writes = [self._write(write, here, keeps=keeps) for write in op.writes]

@@ -140,6 +140,14 @@ class Placement:
             size: int,
             copy: Copy = Copy.OWN,
         ) -> None:
+            """Adds a buffer of a value for each of some places.
+
+            Args:
+                value: what the buffers hold.
+                places: the indices of the places.
+                size: the bytes of each buffer.
+                copy: OWN for a buffer at the place itself, AWAY for one on the place's host.
+            """
             buffers.extend(Buffer(value, place, size, copy) for place in places)
 
         # A parameter has a copy wherever one of its readers runs.

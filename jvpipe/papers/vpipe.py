@@ -74,6 +74,13 @@ def try_vpipe(problem: Problem) -> Decision | None:
 
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
+        """Chooses the fates of one stage by step (a).
+
+        Args:
+            s: the stage.
+            i: its first layer.
+            j: the layer after its last.
+        """
         chosen = Selection(
             segments,
             changes[segments.in_flight[s]],

@@ -16,7 +16,7 @@ def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
     """Explains each cut in a line, first to last: why the cut does not lie one layer later.
 
     Args:
-        problem: the problem that was asked.
+        problem: the problem that the plan solves.
         decision: the cuts and fates of the plan.
     """
     stages = evaluate_decision(problem, decision).stages

@@ -29,6 +29,8 @@ def order_reasons(
     is_timed = any(layer.forward_s for layer in problem.costs.layers)
     if not problem.schedule.synchronous or problem.devices == 1 or not is_timed:
         return []
+    # The comparison is with 1F1B without a limit: it then keeps everything, so its step shows what
+    # the memory limit costs as well as what the order gains.
     schedule = find_schedule("1f1b")
     plain = replace(
         problem.unlimited,
@@ -53,6 +55,7 @@ def order_reasons(
     )
     if not cross_layer:
         return [line]
+    # If steps overlapped, work of the next step could fill all idle time.
     busy_s = step_s * (1 - idle)
     return [
         line,

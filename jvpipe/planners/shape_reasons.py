@@ -91,6 +91,8 @@ def _replica_reasons(
         count = len(devices)
         if count == 1:
             continue
+        # The cuts stay, and only fates are decided again, roughly: a full search for each place would
+        # take as long as planning.
         fewer = with_entry(shape.places, p, devices[:-1])
         without = shapes.problem(replace(shape, places=fewer))
         rough = kept_or_again(without, decision.bounds)

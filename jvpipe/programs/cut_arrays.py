@@ -77,6 +77,7 @@ def stacked(slices: Sequence[Any]) -> Any:
     >>> whole(stacked([jnp.ones(2), jnp.zeros(2)])).tolist()
     [[1.0, 1.0], [0.0, 0.0]]
     """
+    # `Rows` has two or more parts. Its parts are joined only if `whole` is asked for.
     if len(slices) == 1:
         return jax.lax.expand_dims(slices[0], (0,))
     return Rows(0, tuple(slices), thin=True)
@@ -90,11 +91,13 @@ def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         axis: the axis along which it is cut.
         count: the number of parts.
     """
+    # Cheap cases come first: parts that exist already, no cut, and one part that stands for all.
     if isinstance(value, Rows) and value.is_cut(axis, count):
         return value.parts
     if count == 1:
         return (whole(value),)
     if isinstance(value, Even) and value.one.shape[axis] == 1:
+        # Along this axis all parts are equal, so one array serves for all of them.
         part = broadcast(value.one, cut_shape(value.shape, axis, count))
         return (part,) * count
     array = whole(value)
@@ -114,6 +117,7 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         axis: the axis.
         count: the number of slices.
     """
+    # Thin pieces lack the axis already: nothing is computed.
     if isinstance(value, Rows) and value.thin and value.is_cut(axis, count):
         return value.pieces
     if isinstance(value, Even) and value.one.shape[axis] == 1:
@@ -127,7 +131,12 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
 
 
 def cut_shape(shape: Shape, axis: int, count: int) -> Shape:
-    """Returns the shape of each part of an array that is cut into `count` parts along an axis.
+    """Returns the shape of each part of an array that is cut into parts along an axis.
+
+    Args:
+        shape: the shape of the whole array.
+        axis: the axis that is cut.
+        count: how many parts there are; it divides the size of the axis.
 
     >>> cut_shape((6, 4), 0, 3)
     (2, 4)

@@ -258,7 +258,13 @@ class _Run:
         atoms: Sequence[Atom],
         constants: Mapping[Var, Any],
     ) -> "_Run":
-        """Returns a run that yields some values; values that no equation makes are only read."""
+        """Returns a run that yields some values; values that no equation makes are only read.
+
+        Args:
+            eqns: equations in order; those that no needed value depends on are left out.
+            atoms: the values that the run yields.
+            constants: the values of the constants, which the run does not take as arguments.
+        """
         needed = jaxprs.prune(eqns, atoms)
         computed = jaxprs.defined(needed)
         passed = [v for v in jaxprs.variables(atoms) if v not in computed]

@@ -52,7 +52,7 @@ _OF_ZEROS = _AS_IT_IS | {
     "squeeze",
     "transpose",
 }
-"""Primitives that make zeros of zeros."""
+"""Primitives whose results are zeros if all operands are zeros."""
 
 
 def without_frozen(
@@ -320,7 +320,7 @@ def _type(var: Var) -> np.dtype:
 
 
 def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:
-    """Returns the tree of the state, with optax's `MaskedNode` in place of leaves nobody reads."""
+    """Returns the tree of the state, with optax's `MaskedNode` in place of unread leaves."""
     import optax  # late, as in jvpipe/ir/optimizer.py
 
     leaves = [optax.MaskedNode() if k in unread else 0 for k in range(tree.num_leaves)]

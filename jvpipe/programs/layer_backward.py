@@ -128,6 +128,14 @@ def _whole_backward(
         sums: list[Any],
         accumulators: list[Any],
     ) -> list[Any]:
+        """Returns the new sums of gradients, and then the cotangents of the layer's tensors.
+
+        Args:
+            left: the values that the forward has left, in the order of `leaves`, each once.
+            cotangents: those of the outputs `taken`.
+            sums: the sums of cotangents that later layers have begun, for the inputs `partial`.
+            accumulators: the sums of gradients so far; a gradient has its parameter's shape.
+        """
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
         incoming = {i: _cotangent(body, i) for i in roles.active}

@@ -126,7 +126,13 @@ class _View:
         params: Tree,
         frozen: Collection[int],
     ) -> "_View":
-        """Returns the view; in the place of each frozen parameter the tree has a `MaskedNode`."""
+        """Returns the view; in the place of each frozen parameter the tree has a `MaskedNode`.
+
+        Args:
+            optimizer: any `optax.GradientTransformation`.
+            params: all parameters, as arrays or as shapes and types.
+            frozen: the numbers of the frozen parameters among the leaves of `params`.
+        """
         import optax  # late, as in jvpipe/ir/optimizer.py
 
         leaves, whole_tree = jax.tree.flatten(params)

@@ -93,6 +93,13 @@ def _without(name: str) -> _Rule:
         axis: int,
         count: int,
     ) -> tuple[Params, int] | None:
+        """Follows the axis past the removed axes; None if the axis itself is removed.
+
+        Args:
+            eqn: the equation.
+            axis: the axis along which the operand is cut.
+            count: how many parts there are.
+        """
         removed = eqn.params[name]
         if axis in removed:
             return None
@@ -110,6 +117,13 @@ def _along(name: str) -> _Rule:
         axis: int,
         count: int,
     ) -> tuple[Params, int] | None:
+        """Leaves the axis where it is; None if the equation works along it.
+
+        Args:
+            eqn: the equation.
+            axis: the axis along which the operand is cut.
+            count: how many parts there are.
+        """
         axes = eqn.params[name]
         works_along = axis in axes if isinstance(axes, tuple) else axis == axes
         return None if works_along else ({}, axis)

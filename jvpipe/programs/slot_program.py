@@ -79,6 +79,7 @@ class SlotProgram:
         def run(*values: Any) -> list[Any]:
             return jaxprs.evaluate_jaxpr(self.closed, values, apply)
 
+        # Tracing again turns each split scan into its parts; all other equations stay as they are.
         closed = flatten(run, *self.closed.in_avals)
         return replace(self, closed=closed).placed(homes)
 
@@ -111,6 +112,11 @@ def slot_programs(
         weighted: whether the update takes the number by which it divides the gradients.
         grad_norm: whether the update also yields the norm of the gradients.
     """
+    # The slots follow the order of the arguments with which the optimizer was traced:
+    #
+    #     update   gradients of all readers, weight if there is one, parameters, state
+    #              -> parameters, state, norm of the gradients if it is wanted
+    #     init     parameters -> state
     gradients: list[Slot] = []
     for leaf, count in enumerate(readers):
         gradients += [Slot(SlotKind.GRADIENT, leaf, reader) for reader in range(count)]

@@ -95,6 +95,14 @@ def _trace_stacks(
         params: Any,
         moments: Any,
     ) -> list[Any]:
+        """Returns the slices of the parameters and of the state, and the gradient's norm if asked.
+
+        Args:
+            sums: for each slice of a parameter, its gradient accumulators: one for each reader.
+            weight: the float32 scalar that divides the sums; None: the count of micro-batches does.
+            params: the slices of the parameters.
+            moments: the slices of the optimizer's state.
+        """
         by = np.float32(microbatches) if weight is None else weight
         # Nobody reads the gradient of a frozen parameter: the parameter stands in for it.
         grads = list(params)
@@ -245,7 +253,13 @@ class _OnSlices:
         params: Sequence[Any],
         moments: Sequence[Any],
     ) -> list[Any]:
-        """Returns the slices of the parameters and then of the state after an update."""
+        """Returns the slices of the parameters and then of the state after an update.
+
+        Args:
+            grads: the slices of the gradients.
+            params: the slices of the parameters, which have the same shapes.
+            moments: the slices of the state.
+        """
         results = self._results(grads, params, moments)
         count = len(self.parameters.lengths)
         new_params = self.parameters.taken_apart(results[:count])

@@ -87,6 +87,13 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
         before: Any,
         after: Any,
     ) -> jax.ShapeDtypeStruct:
+        """Returns the type of a leaf after an update.
+
+        Args:
+            path: the leaf's path in the tree of the state, for the message.
+            before: the leaf's shape and type before the update.
+            after: its shape and type after the update.
+        """
         if before.shape != after.shape:
             raise ValueError(
                 f"the optimizer changes the shape of its state '{path_name(path)}' from "

@@ -182,7 +182,13 @@ class ProgramStore:
         kept: Collection[str],
         partial: Collection[int],
     ) -> LayerPrograms | None:
-        """Returns a layer's forward and backward if they were made before, otherwise None."""
+        """Returns a layer's forward and backward if they were made before, otherwise None.
+
+        Args:
+            body: the equations of the layer.
+            kept: the names of the candidates that its forward saves.
+            partial: the tensors that later layers read, too.
+        """
         return self._layers.get(_layer_key(body, kept, partial))
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:

@@ -185,7 +185,7 @@ class Adapter:
         migration, judge.preparing, judge.ready = judge.ready, None, None
         if refusals:
             cuts = list(proposal.new.cuts)
-            _log.warning("%s, but cuts %s cannot be: %s", proposal.why, cuts, refusals[0])
+            _log.warning("%s, but cuts %s cannot be used: %s", proposal.why, cuts, refusals[0])
             judge.refuse(proposal.new)
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
@@ -210,7 +210,7 @@ class Adapter:
         try:
             seconds = seen(read(), compiled)
         except Exception:
-            _log.exception("step %d could not be looked at", step)
+            _log.exception("the marks of step %d could not be read", step)
             return
         if self._hosts:
             judge.untold.append((step, seconds))
@@ -266,7 +266,7 @@ class Migrations:
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:
             raise ValueError(
-                f"at={at} is not a moment to come: the next step is {state.step}, its "
+                f"at={at} is not a moment of a future step: the next step is {state.step}, and "
                 f"micro-batches are 0 to {microbatches - 1}"
             )
         if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
@@ -280,8 +280,8 @@ class Migrations:
             old = old.after(None)
         if microbatch and (old.plan.replicated or plan.replicated):
             raise ValueError(
-                f"at={at} is inside a step: replicated stages change between two steps "
-                f"alone, write at=({step + 1}, 0)"
+                f"at={at} is inside a step: replicated stages can change only between two steps, "
+                f"write at=({step + 1}, 0)"
             )
         # The migration starts from `old`, which differs from the present plan if others are queued.
         new = self._compiled_plans.with_plan(plan, old)
@@ -377,5 +377,5 @@ class Migrations:
 
     def _discard(self, whose: str) -> None:
         if self.queue:
-            _log.warning("queued migrations are dropped: they were of the %s before", whose)
+            _log.warning("queued migrations are dropped: they belonged to the %s before", whose)
             self.queue.clear()

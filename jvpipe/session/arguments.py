@@ -62,7 +62,13 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
 
 
 def positive(name: str, value: Any, largest: float = math.inf) -> float:
-    """Checks a number above 0, and not above a limit if there is one."""
+    """Checks a number above 0, and not above a limit if there is one.
+
+    Args:
+        name: the name of the option, for the message.
+        value: what the user gave.
+        largest: the limit, which the number may reach.
+    """
     if not _is_positive(value) or value > largest:
         limit = "" if largest == math.inf else f", and at most {largest:.3g}"
         raise ValueError(f"{name} must be a number above 0{limit}, not {brief(value)}")
@@ -127,7 +133,13 @@ def checked_schedule(name: str, schedule: Any) -> Schedule:
 
 
 def checked_stages(name: str, stages: Any, largest: int) -> int | Plan:
-    """Checks the number of stages, or returns a plan as it is given."""
+    """Checks the number of stages; returns a plan as it is.
+
+    Args:
+        name: the name of the option, for the message.
+        stages: what the user gave.
+        largest: the most stages that are accepted.
+    """
     return stages if isinstance(stages, Plan) else whole_number(name, stages, most=largest)
 
 

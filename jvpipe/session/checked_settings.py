@@ -312,8 +312,8 @@ def replica_counts(
         return None
     if counts is not None and len(counts) != stages:
         raise ValueError(
-            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give "
-            "a number for each"
+            f"replicas={counts} is for {len(counts)} stages, there are {stages}: give a "
+            "number for each"
         )
     if counts is None or max(counts) == 1:
         return None

@@ -89,10 +89,10 @@ def check_json(extra: Any) -> None:
 
     >>> check_json({"seen": {1, 2}})
     Traceback (most recent call last):
-    ValueError: extra must be what JSON holds by name, such as {'epoch': 3}: Object of type set is
-    not JSON serializable
+    ValueError: extra must map names to values that JSON can hold, such as {'epoch': 3}: Object of
+    type set is not JSON serializable
     """
-    usual = "extra must be what JSON holds by name, such as {'epoch': 3}"
+    usual = "extra must map names to values that JSON can hold, such as {'epoch': 3}"
     names = extra if isinstance(extra, Mapping) else (None,)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{usual}, not {brief(extra)}")
@@ -172,8 +172,8 @@ def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> No
     if then is not None and shapes_of(then)[1] != shapes_of(here)[1]:
         raise ValueError(
             f"{path} was saved in flight with batches of {shown(then)}, those of this "
-            f"pipeline are of {shown(here)}: restore it in one that has begun with such a "
-            "batch, or in a new one; or save what pipe.drain returned"
+            f"pipeline are of {shown(here)}: restore it in a pipeline that began with such a "
+            "batch, or in a new pipeline; or save the state that pipe.drain returns"
         )
 
 
@@ -186,7 +186,7 @@ def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledP
     step, updates = int(meta["step"]), int(meta["updates"])
     words = saved_words(meta)
     state = session.place(session.compiled_plans, compiled, leaves, words, step, updates)
-    # The steps before the checkpoint are missing, and so is how the optimizer's state came about.
+    # The ledger lacks the steps before the checkpoint, whose updates made the optimizer's state.
     session.ledger.versions = VersionLedger(complete=step == 0)
     return state
 

@@ -313,6 +313,13 @@ class ModelPlanner:
         device = first_of(self.settings.devices[0])
 
         def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
+            """Tells whether the halves of a layer give results bitwise identical to the layer's.
+
+            Args:
+                whole: the model before the split.
+                layer: the layer's index in it.
+                halves: the same model with the two halves in place of the layer.
+            """
             store = self.bench.store
             updates = self.cut(whole), layer, self.cut(halves)
             if not same_bits(store, device, whole, layer, halves):

@@ -73,6 +73,13 @@ class PipelineOptions:
     that the option's check accepts, such as a `Cluster` for `hardware`.
     """
 
+    # Fields stand in the order in which the help and the page of options list them, by group. The
+    # arguments of `option` are: default, check, help, group, unit, takers, what a resumed run does.
+    #
+    # A field's type is what a file may hold, so it may differ from what its check returns: `stages`
+    # is a number in a file, and may be a `Plan` in a call. None as a default is not checked. It
+    # leaves the decision to a planner, or means that there is no value.
+
     taker: ClassVar[Taker] = EVERY
     """The calls and commands that have these options."""
 
@@ -137,6 +144,7 @@ class PipelineOptions:
     )
     planner: str = option(
         "jvpipe",
+        # The value stays a name, which can be saved; `find_planner` is called again where it is used.
         lambda said, value: find_planner(checked_name(said, value, "jvpipe")).name,
         "How layers are spread over stages.",
         "pipeline",
@@ -248,6 +256,7 @@ class PipelineOptions:
     )
     memory_limit: str | None = option(
         None,
+        # The messages of `parse_limits` and `parse_bytes` speak of a memory limit by themselves.
         lambda said, value: parse_limits(value),
         "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If "
         "left out, the memory that each device reports, if it reports any.",
@@ -344,6 +353,8 @@ def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def passed(options: PipelineOptions, taker: Taker) -> dict[str, Any]:
     """Returns the values of a command line's options that a Python call takes as well, by name."""
+    # An option that only calls take is left out: no command line can set it, and a command passes
+    # a value of its own for some of them, such as `has_aux`.
     every_option = options_of(PipelineOptions).items()
     return {
         name: getattr(options, name)

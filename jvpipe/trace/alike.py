@@ -94,6 +94,8 @@ class Alike:
         if len(eqn.outvars) != 1 or not is_followed:
             return
         (out,) = eqn.outvars
+        # Equal numbers mean equal values, by induction: an equation's number is made of its
+        # primitive, its parameters and the numbers of its operands.
         operands = tuple(map(self.number, eqn.invars))
         if same is not None:
             self._numbers[out] = self.number(same)

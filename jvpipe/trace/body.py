@@ -91,6 +91,8 @@ def body_of(
         tensors = {ref for v, ref in writes if ref.kind == ValueKind.TENSOR and v in flow}
         return tuple(ref == loss or ref in tensors for _, ref in writes)
 
+    # Both pairs of marks are needed: `differentiable` and `active` decide how the backward is
+    # traced, `returned` and `received` what is left of it when parameters are frozen.
     every, trained = flows
     return Body(
         tuple(eqns),
@@ -136,6 +138,7 @@ def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
     current = bits
     while True:
         readers = [eqn for eqn in eqns if current in jaxprs.variables(eqn.invars)]
+        # With a second reader, the value itself would be needed beside the mask.
         if len(readers) != 1:
             return bits
         if len(readers[0].outvars) != 1 or not is_cheap(readers[0]):

@@ -66,7 +66,7 @@ def deferred_batch_norm(
     momentum: float = 0.1,
     epsilon: float = 1e-5,
 ) -> tuple[Float[Array, "... features"], BatchStatistics]:
-    """Normalizes features by a micro-batch's statistics, and keeps running ones of whole batches.
+    """Normalizes features by a micro-batch's statistics; updates running ones once per batch.
 
     A plain batch norm in a pipeline updates its running statistics in every micro-batch, each time
     from few examples. This function updates them once per batch, from all examples of the batch, as

@@ -184,6 +184,9 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
         loss: the traced loss.
         params: its parameters.
     """
+    # `source` has, for each variable that is a parameter or a cast of one, the parameter's number.
+    # `others` has the parameters that something other than a scan over layers reads. These must
+    # stay whole, even if a scan over layers reads them as well.
     lengths: dict[int, int] = {}
     others: set[int | None] = set()
     parameters = loss.inputs_of(ValueKind.PARAMETER)

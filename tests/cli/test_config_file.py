@@ -78,7 +78,7 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         ("a.json", '{"stages": true}', "stages is True, and should be a whole number"),
         ("a.json", '{"set": [1]}', r"set is \(1,\), and should be a list of texts"),
         ("a.json", '{"stages": 2', "cannot be read: Expecting"),
-        ("a.json", "[2]", "holds no options by name, but list"),
+        ("a.json", "[2]", "must map names of options to values, not be a list"),
         ("a.toml", "stages 2", "cannot be read"),
         (
             "a.yaml",
@@ -89,7 +89,7 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         ("a.yml", "stages: 2\nbatchsize: 3", "line 2: unknown option 'batchsize': did you mean"),
         ("a.yaml", "\nstages: 1.5", "line 2: stages is 1.5, and should be a whole number"),
         ("a.yaml", "stages: [2", "line 1: expected"),
-        ("a.yaml", "- 2", "holds no options by name, but list"),
+        ("a.yaml", "- 2", "must map names of options to values, not be a list"),
         ("a.yaml", "model: !!python/object:os.system x", "line 1: could not determine"),
         ("a.json", '{"seed": null}', "seed is None"),
         ("there/is/none.toml", "", "cannot be read: No such file"),

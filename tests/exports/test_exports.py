@@ -192,7 +192,7 @@ WRONG = [
     (
         "jaxpp",
         "MARKS = ['a']\nDEVICES = [0]\nORDER = ['0F0 0B0']",
-        "the mark 'a' is after no layer",
+        "the mark 'a' names no layer",
     ),
     ("jaxpp", "MARKS = [__import__('os').getcwd()]", "the file lacks MARKS, a literal list of str"),
     (
@@ -211,7 +211,7 @@ WRONG = [
         "0F0,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
         "rank 0 must send and receive other values: 0SEND_F0 2 times, not 1",
     ),
-    ("megatron", "E(t*999999)*999999L", "of more than the 1000000 layers that a model may have"),
+    ("megatron", "E(t*999999)*999999L", "has more than the 1000000 layers that a model may have"),
     ("megatron", "Ettt|tttL --num-layers 12", "--num-layers is 12, the layout has 6 blocks t"),
     ("megatron", "Ett|tt|ttL --pipeline-model-parallel-size 2", "3 stages cannot be shared by 2"),
     (
@@ -328,7 +328,7 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
         ),
         (
             ["--import", f"jaxpp:{HERE / 'golden' / 'vee.jaxpp'}"],
-            "vee.jaxpp: the mark 'blocks/0@2' is after no layer of the model",
+            "vee.jaxpp: the mark 'blocks/0@2' names no layer of the model",
         ),
     ],
 )

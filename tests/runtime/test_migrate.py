@@ -340,7 +340,7 @@ def test_a_plan_or_moment_that_cannot_be_is_refused() -> None:
         pipe.migrate(state, jvpipe.Plan.from_cuts([2, 2]))
     with pytest.raises(ValueError, match="is on device 7, but there are only 4"):
         pipe.migrate(state, jvpipe.Plan.from_cuts([2, 3], devices=[0, 7]))
-    with pytest.raises(ValueError, match="not a moment to come"):
+    with pytest.raises(ValueError, match="not a moment of a future step"):
         pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2]), at=(0, MICRO))
     state, _ = pipe.step(state, batch_of(m, MICRO))
     with pytest.raises(ValueError, match="the next step is 1"):
@@ -367,7 +367,7 @@ def test_another_run_finds_no_move_that_waits(caplog: pytest.LogCaptureFixture) 
     pipe, state = started(m, jvpipe.Plan.from_cuts([2, 3]))
     expected = trained(m, pipe, pipe.migrate(state, jvpipe.Plan.from_cuts([3, 2]), at=(STEPS, 0)))
     state = pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state)
-    assert "they were of the run before" in caplog.text
+    assert "they belonged to the run before" in caplog.text
     assert_same(trained(m, pipe, state, steps=STEPS), expected)
     pipe.step(pipe.init(m.params, batch_of(m, MICRO), key_of(m), m.state), batch_of(m, MICRO))
     assert (pipe.session.history, pipe.plan.cuts) == ([], (2, 3))

@@ -124,7 +124,7 @@ def test_layers_move_between_stages_of_other_widths() -> None:
         held = sum(x.nbytes for x in state.arrays)
         assert sum(pipe.ledger.live) == held, "what was left behind is gone"
     assert len(pipe.session.history) == 4
-    with pytest.raises(ValueError, match=r"between two steps alone, write at=\(5, 0\)"):
+    with pytest.raises(ValueError, match=r"only between two steps, write at=\(5, 0\)"):
         pipe.migrate(state, TWO_ONE, at=(4, 1))
 
 
@@ -278,7 +278,7 @@ def test_what_replicas_cannot_do_is_refused_with_the_cure() -> None:
             begun(**{"stages": 2, **DEVICES, **options})
 
     refused("stage 0 has 3 replicas, and a micro-batch 2 examples", replicas=(3, 1))
-    refused("says so of 3 stages, there are 2", replicas=(2, 1, 1))
+    refused("is for 3 stages, there are 2", replicas=(2, 1, 1))
     refused("need 6 devices, there are 4", replicas=(3, 3))
     refused("must be the devices of each stage", replicas=3)
     refused("each of replicas must be a whole number", replicas=(2, 0))

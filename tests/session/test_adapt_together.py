@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_said_once_and_left(
     said = [record.getMessage() for record in caplog.records if "cannot be" in record.getMessage()]
     assert len(said) == 1
     assert said[0].startswith(
-        "stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be: "
+        "stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be used: "
     )
 
 

@@ -144,7 +144,7 @@ def test_what_a_member_refuses() -> None:
     )
     refused(
         lambda: pipe.save("nowhere", state, {"seen": np.float32(1)}),
-        "extra must be what JSON holds by name.*float32",
+        "extra must map names to values that JSON can hold.*float32",
     )
     pipe.step(state, narrow())
     refused(lambda: pipe.wait(state), "this state was consumed by an earlier step")

@@ -17,7 +17,7 @@ def test_a_moment_that_is_over_or_none_is_refused_with_those_to_come() -> None:
     for at in ((0, 0), (1, MICRO), (1, -1)):
         with pytest.raises(
             ValueError,
-            match="is not a moment to come: the next step is 1, its micro-batches are 0 to 1",
+            match="is not a moment of a future step: the next step is 1, and micro-batches are 0 to 1",
         ):
             pipe.session.migrations.request(state, THERE, at, "")
     assert not pipe.session.migrations.queue
@@ -74,7 +74,7 @@ def test_a_run_forgets_what_was_to_come_and_what_has_been(caplog: pytest.LogCapt
     pipe.migrate(state, HERE, at=(4, 0))
     migrations.begin_run()
     assert (list(migrations.queue), migrations.history) == ([], [])
-    assert "they were of the run before" in caplog.text
+    assert "they belonged to the run before" in caplog.text
 
 
 def test_a_loss_that_the_last_stage_before_a_move_makes_last_is_told_from_where_it_is() -> None:

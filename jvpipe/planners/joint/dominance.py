@@ -230,10 +230,14 @@ class Growth:
             less: np.ndarray | float,
             beside: np.ndarray | float,
         ) -> None:
-            # Row `closed` is BEYOND or a row like it, and row `opened` is the matching OPEN row. A
-            # choice that continues a run grows out of `opened`, any other choice out of `closed`.
-            # The need of the earlier layers becomes less by `less`. While the new layer runs,
-            # `beside` is held in addition to what it works with.
+            """Writes two rows of `grown`.
+
+            Args:
+                closed: BEYOND or a row like it, from which choices that continue no run grow.
+                opened: the matching OPEN row, from which choices that continue a run grow.
+                less: the bytes by which the earlier layers need less, by choice.
+                beside: the bytes held beside the working bytes while the new layer runs.
+            """
             before = np.repeat(
                 states[closed][:, None],
                 len(columns),

@@ -15,10 +15,16 @@ from jvpipe.schedules.schedule import Schedule
 class OrderedPlan:
     """A plan with its order of tasks, its simulated seconds, and a bound.
 
-    No order of the decision's tasks takes less than `bound_s`. `family` names the rule or search
-    that the order comes from; `others` are the seconds of the best candidate of each family.
-    `whole` are layers whose backwards could be split but stay whole. Other devices can use the
-    fraction `lent` of a device's idle time; `worth_s` is `step_s` less the idle time that is lent.
+    Attributes:
+        decision: the cuts and fates.
+        schedule: the order of tasks.
+        family: the name of the rule or search that the order comes from.
+        step_s: the simulated seconds of a step.
+        bound_s: no order of the decision's tasks takes fewer seconds.
+        worth_s: `step_s` less the idle time that is lent.
+        whole: the layers whose backwards could be split but stay whole.
+        others: the seconds of the best candidate of each family.
+        lent: the fraction of a device's idle time that other devices can use.
     """
 
     decision: Decision

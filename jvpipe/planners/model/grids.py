@@ -58,6 +58,7 @@ def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
         starts: where segments begin.
         ends: where they end.
     """
+    # A column for each layer, not only for each end: the largest number may be between two ends.
     every = ends_up_to(starts, ends)
     of_layers = layers[every - 1]
     inside = every > starts[:, None]
@@ -74,7 +75,10 @@ def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
         starts: where segments begin.
         ends: where they end.
     """
+    # The layers before a segment are 0 in its row, so a running maximum along the row is the
+    # maximum over the segment: one pass for all segments with the same start.
     so_far = np.maximum.accumulate(at_work, axis=1)
+    # Column 0 is layer starts[0]. An end at or before it has no segment; any column would do.
     lasts = np.maximum(ends - starts[0] - 1, 0)
     return so_far[:, lasts]
 

@@ -1,6 +1,6 @@
 """The bytes of every possible stage if each residual is kept, for many segments at once.
 
-A segment is some consecutive layers, looked at as a possible stage. `stage_cost.py` counts the same
+A segment is some consecutive layers, considered as a possible stage. `stage_cost.py` counts the same
 numbers for one stage at a time. Property tests compare both (tests/papers/test_kept_stages.py,
 tests/planners/model/test_groups.py).
 
@@ -115,6 +115,7 @@ class KeepAll:
 
     @cached_property
     def _kept(self) -> KeptBytes:
+        # A layer's first option keeps every residual.
         layers = [option_bytes(layer, layer.options[0]) for layer in self.segments.costs.layers]
         kept = np.array([float(x.kept) for x in layers])
         working = np.array([float(x.working) for x in layers])

@@ -70,6 +70,7 @@ class Pins:
         >>> pins.feeds(2, 4), pins.feeds(3, 5), pins.feeds(1, 1)
         (True, False, True)
         """
+        # A single replica gets the whole micro-batch, however small: nothing is divided.
         return replicas == 1 or size // replicas >= self.least_slice
 
     def check(self, devices: int, batch: int, layers: int) -> None:
@@ -90,6 +91,7 @@ class Pins:
                 f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} "
                 f"are of {counts} stages: give as many of each, or leave some out"
             )
+        # The counts agree from here on, so it is enough to check the numbers of each pin by itself.
         every = {
             "replicas": self.replicas,
             "cuts": self.cuts,
@@ -120,6 +122,7 @@ class Pins:
         """Raises ValueError if no size of micro-batch fits the batch and feeds all replicas."""
         if self.size is not None and batch % self.size:
             raise ValueError(f"micro-batches of {self.size}: they must divide the batch of {batch}")
+        # If the size is not fixed, the whole batch may be one micro-batch, which feeds most replicas.
         largest = max(self.replicas or (1,))
         there = self.size or batch
         if not self.feeds(largest, there):

@@ -281,7 +281,11 @@ class Problem:
     ) -> "Problem":
         """Returns the problem with one device at each place, where devices may differ.
 
-        The arguments are those of `single_groups`.
+        Args:
+            slowness: for each device, its `Group.slowness`.
+            limits: the bytes that each device may hold; empty: no limit.
+            names: the kind of each device, for messages; empty: no names.
+            numbers: the number of each device outside of the problem; empty: 0, 1, 2, ...
 
         >>> from jvpipe.cost.costs import Option
         >>> from jvpipe.schedules import find_schedule
@@ -341,6 +345,11 @@ def with_entry(
     entry: Entry,
 ) -> tuple[Entry, ...]:
     """Returns a copy of a tuple with one entry replaced, such as a bound or a choice.
+
+    Args:
+        row: the tuple.
+        at: the index of the entry.
+        entry: the new entry.
 
     >>> with_entry((0, 2, 4), 1, 3)
     (0, 3, 4)

@@ -1,6 +1,6 @@
 """The seconds and bytes of segments before fates are chosen, for many pairs of cuts at once.
 
-A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py`
+A segment [i, j) is the layers i to j - 1, considered as a possible stage s. `stage_cost.py`
 defines what is counted, for one segment at a time. This file computes the same numbers as
 arrays; a property test compares both (tests/planners/model/test_segments.py). `grids.py` sums
 the numbers of layers over segments, and `crossings.py` counts the values that cross the bounds
@@ -57,7 +57,7 @@ class CutBlock:
     traffic_s: Grid  # on the stage's own link to the host
     fixed_bytes: Grid
     shared_bytes: Grid  # the part of fixed_bytes that each micro-batch in flight holds
-    once_s: Grid  # per step: of adding up the replicas' gradients, and of updates
+    once_s: Grid  # per step: adding up the replicas' gradients, and updates
     reducing_bytes: Grid  # held while gradients are added up, when nothing is in flight
 
     def at(self, rows: Cuts, columns: Cuts) -> "CutBlock":
@@ -109,7 +109,7 @@ class Segments:
         }
 
     def of(self, s: int) -> "Segments":
-        """Returns the segments with the costs of a stage's devices for their share."""
+        """Returns the segments with the costs of one device of a stage, for its share."""
         costs = self.problem.costs_of(s)
         if costs is self.costs:
             return self
@@ -197,7 +197,13 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Counts the most bytes of values that arrive early and of cotangents that wait."""
+        """Counts the most bytes of values that arrive early and of cotangents that wait.
+
+        Args:
+            s: the stage.
+            starts: the first layers of the segments, one for each row.
+            ends: the layers after their last, one for each column.
+        """
         return self._crossings.waiting_bytes(
             self.in_flight[: s + 1],
             self.problem.stages - 1 - s,
@@ -215,6 +221,11 @@ class Segments:
 
         They are parameters, gradients, the optimizer's state, shared values, values that arrive
         early and cotangents that wait. The `less_bytes` of the stage's devices are added.
+
+        Args:
+            s: the stage.
+            starts: the first layers of the segments, one for each row.
+            ends: the layers after their last, one for each column.
         """
         tensors = self._tensors.over(starts, ends)
         copies = self._copies.over(starts, ends)
@@ -234,7 +245,7 @@ class Segments:
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Returns, for each layer, the shared bytes that a segment from i on first reads there."""
+        """Returns, for each layer, the shared bytes that it is the first to read from layer i on."""
         return self._tensors.at(i, self.n)
 
     def at_work(
@@ -270,7 +281,13 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> CutBlock:
-        """Makes the block of the segments of stage s between these cuts."""
+        """Makes the block of the segments of stage s between these cuts.
+
+        Args:
+            s: the stage.
+            starts: the first layers of the segments, one for each row.
+            ends: the layers after their last, one for each column.
+        """
         if self.of(s) is not self:
             return self.of(s).block(s, starts, ends)
         crossings = self._crossings

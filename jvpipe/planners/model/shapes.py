@@ -124,7 +124,13 @@ class Shapes:
         limits: Sequence[int],
         names: Sequence[str],
     ) -> "Shapes":
-        """Returns the same shapes on devices that may differ; see `single_groups` for arguments."""
+        """Returns the same shapes on devices that may differ.
+
+        Args:
+            slowness: for each device, its `Group.slowness`.
+            limits: the bytes that each device may hold; empty: no limit.
+            names: the kind of each device, for messages; empty: no names.
+        """
         limit, groups = single_groups(slowness, limits, names)
         return replace(
             self,

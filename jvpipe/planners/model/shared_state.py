@@ -49,9 +49,7 @@ def surely_spared_bytes(
     ends: Cuts,
     replicas: int,
 ) -> Grid:
-    """Returns, for each segment, a lower bound of the optimizer state that a replica is spared.
-
-    A replica is spared state because the replicas of a stage divide the state among them.
+    """Returns, for each segment, a lower bound on the bytes that `spared_bytes` counts.
 
     Layers are packed by the size of their state, the largest first, each onto the replica that
     holds least (`spared_bytes`). Let x be the last size packed onto the replica that ends up

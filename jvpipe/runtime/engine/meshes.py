@@ -1,4 +1,4 @@
-"""Meshes that a user gives as devices, and the rules by which parameters lie over their axes."""
+"""Meshes that a user gives as devices, and the rules that cut parameters along their axes."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,7 +118,7 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
         if shared := [device for device in members if holder.setdefault(device, group) != group]:
             raise ValueError(
                 f"device {shared[0]} is in the mesh of {holder[shared[0]]} and in that of "
-                f"{group}: give each a device of its own, or name the same mesh twice for "
+                f"{group}: give each mesh its own devices, or list the same mesh twice for "
                 "stages that share it"
             )
 

@@ -49,6 +49,13 @@ def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
     reached_s = [first_s] * len(held_bytes)
 
     def level(memory: int, at_s: float, more_bytes: int = 0) -> Level:
+        """Returns a point of a memory's curve.
+
+        Args:
+            memory: the index of the memory.
+            at_s: the time; a time before the last point counts as the last point's.
+            more_bytes: the bytes beside the held ones, which a running program takes.
+        """
         # Bytes are counted in the order of dispatch, which may differ from the order in time. The
         # curve must not go back in time, so a level is never earlier than the level before it.
         reached_s[memory] = max(reached_s[memory], at_s)

@@ -77,7 +77,7 @@ class Origins:
                 raise ValueError(
                     f"{kind} '{array.name}' is {array.dtype}{list(array.shape)} in the new "
                     f"model, {old.dtype}{list(old.shape)} in the present one: "
-                    "give it another path, for instance a name that tells its shape, "
+                    "give it another path, for instance a name that contains its shape, "
                     "so that each keeps its own values"
                 )
         for arrival in self.arrivals:
@@ -87,7 +87,7 @@ class Origins:
             _, leaf = name_of(arrival.buffer)
             if isinstance(self.values[kind][leaf], jax.ShapeDtypeStruct):
                 raise ValueError(
-                    f"{kind} '{array.name}' is new: its values must be given, not their shape alone"
+                    f"{kind} '{array.name}' is new: its values must be given, not only their shape"
                 )
 
     @property
@@ -122,7 +122,7 @@ class Origins:
         def arrival(identity: Identity, buffer: Buffer) -> Arrival:
             if identity[0] == "constant":
                 return Arrival(identity, buffer, "make")
-            # Optimizer state is kept or returns only with the parameter to whose values it fits.
+            # Optimizer state is kept, or returns, only together with its parameter's values.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # An array stays if the old model has it at this place and in this memory. Otherwise it
