@@ -1,4 +1,4 @@
-"""DAPPLE's planner with replicated stages; `dapple.py` has the symbols of its latency.
+"""DAPPLE's planner with replicated stages; `dapple.py` defines the symbols of the latency.
 
 Paper: Fan et al., PPoPP 2021, sections IV-B (device placement) and IV-C (the dynamic program).
 

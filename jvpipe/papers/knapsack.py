@@ -5,12 +5,12 @@ Paper: Sun et al., ASPLOS 2024, the first of the paper's two dynamic programs.
 Legend:
     k           the number of micro-batches in flight on a stage
     item        a way to treat a layer's residuals, without swaps; each layer gets one item
-    weight      the bytes of an item beyond those of the layer's smallest item, in quanta and
+    weight      an item's bytes beyond those of the layer's smallest item, counted in quanta and
                 rounded up, so that the limit is kept
-    quantum     the unit of bytes: a multiple of the greatest common divisor of all weights, and the
-                least one with which `PAPER.quanta` quanta cover all bytes that a stage may use
-    cap         a bound on the bytes that one layer's backward needs while it runs (working bytes);
-                each of several caps has a knapsack, without the items that need more bytes
+    quantum     the unit of bytes: the least multiple of the greatest common divisor of all weights
+                in bytes with which `PAPER.quanta` quanta cover all bytes that a stage may use
+    cap         a bound on working bytes, which one layer's backward needs while it runs; several
+                caps are tried, each in a knapsack that leaves out the items that need more
 
     table[j, q]     the least extra seconds of layers [i, j) with q quanta; i goes from the last
                     layer to 0, and each step adds layer i to all rows j > i
