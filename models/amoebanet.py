@@ -247,8 +247,8 @@ class Cell:
 
         def result(step: Step) -> Image:
             x = through(step.name, values[step.value])
-            # An operation is either a chain or a pooling. Whichever it is not leaves the image
-            # unchanged.
+            # A pooling has an empty chain. Any other operation has no pooling, and `unpooled`
+            # changes nothing.
             pool = POOLINGS.get(step.operation, unpooled)
             return pool(x, self._stride(step.value))
 

@@ -66,8 +66,8 @@ class BertConfig(MaskedConfig):
 
     Attributes:
         published: whether the model is as in the paper.
-        tied: whether the output projection is the transposed token embedding. It may be False only
-            if the model is `published`.
+        tied: whether the output projection of a `published` model is the transposed token
+            embedding. In any other model, it always is.
     """
 
     vocabulary: int = 30522

@@ -74,7 +74,7 @@ class TextConfig:
 class TransformerConfig(TextConfig, ABC):
     """The shape of a transformer.
 
-    Only published weights need other values than the defaults.
+    Only published weights need `positions`, `feed_forward` and `epsilon`.
 
     Attributes:
         heads: H, which divides D.

@@ -32,7 +32,7 @@ def catalog_pairs(source: str, target: str) -> list[Pair]:
     path = cache_folder() / f"catalogs-{source}-{target}.json"
     if not path.exists():
         left, right = _texts(source), _texts(target)
-        # Unlike a set, a dictionary drops repetitions and keeps the order.
+        # A dictionary drops repetitions as a set does, and unlike a set it keeps the order.
         pairs = {(left[name], right[name]): None for name in left if name in right}
         write_whole(path, json.dumps(list(pairs)).encode())
     return [(a, b) for a, b in json.loads(path.read_text())]

@@ -52,7 +52,7 @@ class Form(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of this form in the cache, which distinguishes records of the same text."""
+        """The name of this form in the cache, where each form has its own records of a text."""
         ...
 
     def records(self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> np.ndarray:

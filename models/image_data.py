@@ -39,7 +39,7 @@ def parted(
         example: makes an example from a record, which holds the index of an image.
         seed: determines the order of training, but not which images are held out.
         batch_size: the number of examples in a batch.
-        one_in: one of so many images is held out.
+        one_in: one image in `one_in` is held out.
         limit: the most images to hold out, because held-out images stay in memory.
     """
     # The permutation does not depend on `seed`, so every run holds out the same images.

@@ -92,8 +92,8 @@ def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "
     size, tokens = batch["inputs"].shape
 
     def write(i: Any, written: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        # Positions after i still hold the start mark. Position i does not look ahead, so it is not
-        # read.
+        # Positions after i still hold the start mark. Position i does not look ahead, so it does
+        # not see them.
         scores = logits(params, {**batch, "tokens": written[:, :-1]}, None)  # [B, T, V]
         scores = jax.lax.dynamic_index_in_dim(scores, i, 1, keepdims=False)  # [B, V]
         chosen = jnp.argmax(scores, -1).astype(jnp.int32)

@@ -33,8 +33,8 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
     """Gathers the manual's topics, then docstrings, up to about `limit_characters` characters.
 
-    Files are sorted by the hash of their names, so that the first characters come from all
-    packages. A repeated paragraph is left out.
+    Files are sorted by the hash of their names, so that the limit leaves text of every package. A
+    repeated paragraph is left out.
     """
     prose: list[str] = []
     seen: set[str] = set()

@@ -58,7 +58,7 @@ class Recipe:
             near zero.
         warmup: the fraction of all steps that belong to the warmup.
         weight_decay: the weight decay of matrices. Biases and scales do not decay.
-        clip_norm: the greatest global norm of all gradients.
+        clip_norm: gradients of a larger global norm are scaled down to this norm.
         b2: Adam's decay rate of second moments.
         warmup_steps: the number of warmup steps; overrides `warmup`.
         optimizer_name: a key of `OPTIMIZERS`; AdamW is arXiv:1711.05101.

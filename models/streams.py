@@ -157,7 +157,7 @@ class _PackedIterator(grain.DatasetIterator):
         self._ids = np.array([*ids, self._marks.end], np.int32)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place of the text in which the last record ends, and its used ids' number."""
+        """Returns the place of the text in which the last record ends, and how many ids it used."""
         if self._ids is None:
             return {"text": self._parent.get_state(), "used": 0}
         return {"text": self._place, "used": self._used}

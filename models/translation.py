@@ -1,4 +1,4 @@
-"""Sentence pairs as training data: two text files in which equal lines translate each other."""
+"""Sentence pairs as training data: two text files whose lines are translations of each other."""
 
 import hashlib
 from collections.abc import Sequence

@@ -193,7 +193,8 @@ def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
     limits = jnp.concatenate([ranks + 1, turns], 1)  # [B, Q]
     sees = ranks_seen < limits[:, :, None]  # [B, Q, T]
     at = jnp.concatenate([place, positions], 1)
-    # The first predicted token may see no token. With -inf in all its row, softmax would be NaN.
+    # The first predicted token may see no token. If its whole row were -inf, softmax would give
+    # NaN.
     return at, jnp.where(sees, 0.0, -1e9)[:, None]
 
 

@@ -1,8 +1,8 @@
 """DAPPLE's three policies of device placement: which devices a new stage gets.
 
 Paper: Fan et al., PPoPP 2021, figure 5. A machine is used if at least one of its devices is not
-free. Example: a stage needs 4 devices, and the first of three machines of 4 devices has only 2 free
-ones left:
+free. Example: a stage needs 4 devices. There are three machines with 4 devices each, and the first
+has only 2 free devices left:
 
     free             2 4 4
     fresh first      0 4 0    unused machines first, so that the stage fits into one machine

@@ -178,7 +178,8 @@ class _Search:
         ends = np.arange(len(self.cuts))
         better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
         for end in better:
-            # The plan for (j, g) is replaced if this one has a smaller L.
+            # The extended plan has a smaller L, so it replaces the plan with these devices and this
+            # end.
             row = int(best_rows[end])
             j = int(rows[row])
             plans.latency_s[end] = every_s[row, end]

@@ -71,5 +71,5 @@ class KeptStages(KeepAll):
         )
 
     def decision(self, places: Sequence[int]) -> Decision:
-        """Returns the decision that cuts at some rows of the grids and keeps everything."""
+        """Returns the decision that keeps everything and cuts at these rows of the grids."""
         return Decision.keeping_all([int(self.cuts[place]) for place in places])

@@ -101,7 +101,8 @@ def no_cuts_fit(planner: str, kept: KeptStages) -> Infeasible:
     stage = int(np.argmax(peaks))
     smallest = int(peaks[stage])
     return Infeasible(
-        f"{planner} keeps every activation, so no plan of it fits into {limit} bytes per device: "
+        f"{planner} keeps every activation, and so none of its plans fits into {limit} bytes per "
+        "device: "
         f"stage {stage} of the smallest plan takes {smallest - limit} bytes more. "
         f"The smallest limit that would do is {smallest} bytes. "
         f"Raise the limit, use smaller micro-batches, or a planner that swaps and recomputes",

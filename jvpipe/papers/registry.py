@@ -68,8 +68,8 @@ PAPERS: tuple[Planner, ...] = (
     Planner(
         "dawnpiper",
         dawnpiper,
-        "stages are halved again and again, between the compute-balanced and the memory-balanced "
-        "cut",
+        "the model is halved again and again, between the compute-balanced and the "
+        "memory-balanced cut",
         FateRule.CHOOSES,
     ),
     Planner(
