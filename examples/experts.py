@@ -1,7 +1,7 @@
 """A mixture of experts (arXiv:2101.03961), in which each token goes to one of several small MLPs.
 
-A router chooses the expert of each token. Without more, it may come to prefer a few experts. So a
-second loss is added, which is lowest if all experts are chosen equally often.
+A router chooses the expert of each token. By the task's loss alone, it may learn to choose only a
+few experts. So a second loss is added, which is lowest if all experts are chosen equally often.
 
 python -m jvpipe.train --model examples/experts.py:experts --stages 2
 """
@@ -36,7 +36,7 @@ def mixed(x, p):
     hidden = jax.nn.gelu(expanded)
     outputs = jnp.einsum("...ef,efd,...e->...d", hidden, p["down"], chosen * chances)
     axes = tuple(range(x.ndim - 1))
-    # Equation 4 of the paper. The gradient flows through the chances, because a choice has none.
+    # Equation 4 of the paper. Choices have no gradient, so it flows only through the chances.
     products = chosen.mean(axes) * chances.mean(axes)
     uneven = experts * jnp.sum(products)
     return x + outputs, uneven, chosen.mean(axes)
@@ -73,8 +73,8 @@ class Experts:
             before = padded[:, :-1]
             both = jnp.concatenate([norm(x), norm(before)], -1)
             x = x + jnp.tanh(both @ p["mix"])
-            # The second loss is summed over blocks. So a cut between two stages sends this number
-            # together with x.
+            # The second loss is averaged over all blocks. So a cut between two stages sends this
+            # number together with x.
             x, unevenly, often = mixed(x, p)
             uneven = uneven + unevenly / self.blocks
             chosen.append(often)
@@ -85,7 +85,7 @@ class Experts:
         return total, {"loss of the task": loss, "uneven": uneven, "chosen": jnp.stack(chosen)}
 
     def batches(self, seed, batch_size):
-        """Yields rows; each symbol is the sum of the two before it and of the step of its row."""
+        """Yields rows; each symbol is the sum of the two before it and the row's step."""
         generator = np.random.default_rng(seed)
         while True:
             rows = [*generator.integers(self.symbols, size=(2, batch_size))]

@@ -1,10 +1,11 @@
-"""Fine-tunes a language model by LoRA on two devices, from a folder of transformers to a new one.
+"""Fine-tunes a language model of the package transformers by LoRA, on two devices.
 
 python examples/finetune_lora.py BASE LINES.jsonl TUNED [STEPS [LEARNING_RATE]]
 
 The folder BASE has config.json, model.safetensors (or its parts) and tokenizer.json. A line of
-LINES.jsonl is {"prompt": "2+3=", "answer": "5"}. The model learns to write only the answers: tokens
-of prompts and padding have the weight 0 in the loss. The folder TUNED gets the tuned model.
+LINES.jsonl is, for example, {"prompt": "2+3=", "answer": "5"}. The model learns to write only the
+answers: tokens of prompts and padding have the weight 0 in the loss. The program writes the tuned
+model into the folder TUNED.
 """
 
 import json
@@ -23,7 +24,7 @@ TOKENS, BATCH = 64, 16
 
 
 def records(lines, tokenizer):
-    """Returns the ids of TOKENS + 1 tokens for each line, and which of them are of the answer."""
+    """Returns TOKENS + 1 token ids for each line, and which of the tokens belong to the answer."""
     shape = (len(lines), TOKENS + 1)
     ids = np.zeros(shape, np.int32)
     learned = np.zeros(shape, np.float32)
@@ -37,7 +38,7 @@ def records(lines, tokenizer):
 
 
 def batches(ids, learned, seed):
-    """Yields batches without end; each draws BATCH records from all of them."""
+    """Yields batches without end; each has BATCH records, drawn at random."""
     generator = np.random.default_rng(seed)
     while True:
         i = generator.integers(len(ids), size=BATCH)

@@ -1,6 +1,6 @@
 """A Llama: rotary positions, grouped queries (arXiv:2305.13245), SwiGLU, one scan over all layers.
 
-The second command plans the 8b size for hardware that need not be here, and compares all planners.
+The second command needs no GPU. It plans the 8b size for four H100s, and compares all planners.
 
 python -m jvpipe.train --model examples/llama.py:llama --stages 2
 python -m jvpipe.plan --model examples/llama.py:llama --size 8b --stages 4 --hardware h100 --compare all
@@ -75,7 +75,7 @@ class Llama:
 
     def loss_fn(self, params, batch, rng):
         x = params["embed"][batch[:, :-1]]
-        # One scan runs all layers. Where jvpipe cuts the model, it divides the scan.
+        # One scan runs all layers. jvpipe divides the scan where it cuts the model.
         x, _ = jax.lax.scan(self.layer, x, params["layers"])
         x = norm(x, params["norm"])
         predicted = jax.nn.log_softmax(x @ params["head"])
@@ -83,7 +83,7 @@ class Llama:
         return -jnp.mean(chosen)
 
     def batches(self, seed, batch_size):
-        """Yields pieces of this file, so the model learns to write its own code."""
+        """Yields pieces of this file as bytes, so the model learns to write its own code."""
         text = np.frombuffer(Path(__file__).read_bytes(), np.uint8)
         generator = np.random.default_rng(seed)
         while True:

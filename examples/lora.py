@@ -1,6 +1,6 @@
 """LoRA (arXiv:2106.09685): the base stays frozen, and small matrices beside it learn a new task.
 
-To each matrix w of the base, the product a @ b of two narrow matrices is added. Only a and b learn.
+The product a @ b of two narrow matrices is added to each matrix w of the base. Only a and b learn.
 
 python -m jvpipe.train --model examples/lora.py:lora --stages 2
 """
@@ -43,8 +43,8 @@ class Lora:
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
     def optimizer(self, steps):
-        # The updates of the base are set to zero. jvpipe sees this in the optimizer. It therefore
-        # computes no gradients for the base, and keeps no moments.
+        # The optimizer sets the base's updates to zero. jvpipe detects this, and neither computes
+        # gradients nor stores moments for the base.
         rate = optax.cosine_decay_schedule(1e-2, steps)
         learning = {
             "base": optax.set_to_zero(),

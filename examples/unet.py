@@ -1,7 +1,7 @@
 """A U-Net that learns to find the noise in pictures, as in diffusion models.
 
-A skip takes the pictures of each size from the way down to the way up. If the two ends of a skip
-are on different stages, jvpipe sends the pictures directly from one to the other.
+A skip connection passes pictures from the way down to the way up, at each size. If the two ends of
+a skip are on different stages, jvpipe sends the pictures directly from one stage to the other.
 
 python -m jvpipe.train --model examples/unet.py:unet --stages 2
 """
@@ -22,7 +22,7 @@ def conv(x, w, stride=1):
 def block(x, p, time):
     """Applies two convolutions to x, [batch, height, width, channels].
 
-    Between them, `time` adds what the block must know of the amount of noise, [batch, 8].
+    Between them, it adds a projection of `time`, [batch, 8], the encoded amount of noise.
     """
     y = conv(x, p["first"])
     noise = (time @ p["time"])[:, None, None]  # [batch, 1, 1, channels]
@@ -72,7 +72,7 @@ class UNet:
         share = jax.random.uniform(keys[0], (len(clean),))
         noise = jax.random.normal(keys[1], clean.shape)
         time = jnp.cos(share[:, None] * np.pi * np.arange(8))  # [batch, 8]
-        # At the share 0, x is only the picture; at 1, it is only noise. The squares of the two
+        # If share is 0, x is only the picture; if it is 1, x is only noise. The squares of the two
         # factors add up to 1.
         picture_part = jnp.sqrt(1 - share)[:, None, None, None] * clean
         x = picture_part + jnp.sqrt(share)[:, None, None, None] * noise

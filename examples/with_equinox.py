@@ -1,4 +1,4 @@
-"""Equinox: a module is a pytree, whose arrays are the parameters; the rest of it is not trained.
+"""Equinox: the arrays of a module are its parameters; the rest of the module is not trained.
 
 The model learns the frequencies of noisy sine waves.
 
@@ -71,8 +71,8 @@ def waves(generator, count):
 
 class Waves:
     batch_size, steps = 64, 500
-    # `static` is the module without its arrays. It has, for example, the activation functions, and
-    # does not depend on the values of the parameters.
+    # `static` is the module without its arrays, for example its activation functions. It does not
+    # depend on the values of the parameters.
     abstract = eqx.filter_eval_shape(Net, jax.random.key(0))
     _, static = eqx.partition(abstract, lambda x: hasattr(x, "shape"))
 

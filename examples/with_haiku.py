@@ -1,7 +1,7 @@
-"""Haiku: `hk.transform` makes `init` and `apply` of a function; rows of tokens differ in length.
+"""Haiku: `hk.transform` turns a function into `init` and `apply`; rows of tokens differ in length.
 
 The model learns whether a bracket is open at each place of a row. The loss is a mean over all
-tokens except padding, and each micro-batch has another number of them.
+tokens except padding, and micro-batches differ in the number of such tokens.
 
 python -m jvpipe.train --model examples/with_haiku.py:Brackets --stages 2
 """
@@ -17,7 +17,7 @@ TOKENS, WIDTH = 32, 32
 
 
 def brackets(generator, count):
-    """Returns rows of brackets; after each bracket, whether more were opened than closed so far.
+    """Returns rows of brackets, and for each bracket whether any is open after it.
 
     An opening bracket is 1, a closing one is 2, and padding is 0.
     """
@@ -40,7 +40,7 @@ def net(tokens):
     x = hk.Embed(3, WIDTH)(tokens)
     small = hk.initializers.RandomNormal(0.1)
     x = x + hk.get_parameter("places", [TOKENS, WIDTH], init=small)
-    # The targets depend only on present and earlier brackets, so attention does not look ahead.
+    # A target depends only on its bracket and earlier ones, so attention does not look ahead.
     mask = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS)))
     normed = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
     scaled = hk.initializers.VarianceScaling(1.0)
@@ -74,8 +74,8 @@ class Brackets:
         depth = batch["depth"][..., None]
         right = jnp.take_along_axis(logits, depth, -1)
         losses = -right[..., 0]  # [batch, TOKENS]
-        # Micro-batches differ in padding. A mean of their means would be wrong, so jvpipe adds up
-        # sums and counts over the micro-batches before it divides.
+        # Micro-batches differ in padding, so a mean of their means would be wrong. With `Weighted`,
+        # jvpipe adds up sums and counts over all micro-batches before it divides.
         there = batch["there"]
         total = jnp.sum(losses * there)
         return jvpipe.Weighted(total, jnp.sum(there))

@@ -1,4 +1,4 @@
-"""Flax Linen: a convolutional network with batch norms, whose running averages are its model state.
+"""Flax Linen: a convolutional network whose model state is the running averages of its batch norms.
 
 The model learns to tell full squares from outlines.
 
@@ -15,7 +15,7 @@ SIDE = 16
 
 
 def pictures(generator, count):
-    """Returns noisy pictures of a square each, and a label, which is 1 if it is only an outline."""
+    """Returns noisy pictures with one square each, and labels: 1 for an outline, else 0."""
     label = generator.integers(2, size=count)
     corner = generator.integers(1, 6, (2, count))
     size = generator.integers(5, 9, count)
@@ -77,7 +77,7 @@ class Shapes:
     def loss_fn(self, params, state, batch, rng):
         variables = {"params": params, "batch_stats": state}
         # The averages are an argument and a result of the loss. jvpipe gives each micro-batch the
-        # averages that the micro-batch before it has returned.
+        # averages that the previous micro-batch returned.
         logits, new = self.net.apply(variables, batch["image"], mutable=["batch_stats"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return loss.mean(), new["batch_stats"]

@@ -1,6 +1,6 @@
-"""Flax NNX: a transformer that learns to add numbers, from a dataset of Grain.
+"""Flax NNX: a transformer that learns to add numbers, with a Grain dataset.
 
-A checkpoint of a run has the dataset's place, so a resumed run goes on with the next batch.
+A checkpoint stores the position in the dataset, so a resumed run continues with the next batch.
 
 python -m jvpipe.train --model examples/with_nnx.py:Adding --stages 2
 """
@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 DIGITS, WIDTH, BLOCKS = 3, 32, 2
-TOKENS = 4 * DIGITS + 3  # at least 3 * DIGITS + 3, the length of 123+456=0579
+TOKENS = 4 * DIGITS + 3  # positions; an addition such as 123+456=0579 has 3 * DIGITS + 3 tokens
 
 
 class Block(nnx.Module):
@@ -52,7 +52,7 @@ class Adder(nnx.Module):
 def example(index, generator):
     """Returns the tokens of an addition such as 123+456=0579; + is 10 and = is 11.
 
-    `index` is the number of the example, which Grain passes and which is not used.
+    Grain passes the number of the example as `index`, which is not used.
     """
     a, b = generator.integers(10**DIGITS, size=2)
     question = f"{a:0{DIGITS}}+{b:0{DIGITS}}="
@@ -71,12 +71,12 @@ class Adding:
         return nnx.state(adder, nnx.Param)
 
     def loss_fn(self, params, tokens, rng):
-        # This makes only the structure and the shapes of the module. The parameters are `params`.
+        # This makes only the module's structure and shapes. The parameters come from `params`.
         abstract = nnx.eval_shape(lambda: Adder(nnx.Rngs(0)))
         graph, _, rest = nnx.split(abstract, nnx.Param, ...)
         adder = nnx.merge(graph, params, rest, copy=True)
         logits = jax.nn.log_softmax(adder(tokens[:, :-1]))
-        # Only the digits after the = can be predicted, so only they count in the loss.
+        # Only the digits after the = can be predicted, so the loss counts only them.
         answer = slice(2 * DIGITS + 1, None)
         predicted = logits[:, answer]
         targets = tokens[:, 1:][:, answer, None]

@@ -2,19 +2,19 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Cells form a chain, but each cell also reads the cell before its predecessor. Normal cells
-keep the size of the image. Reduction cells, after the stem and between groups of normal
-cells, halve the image and double the channels. An operation of a cell is a pooling or a
-chain of convolutions, each after a ReLU and before a batch norm. The cells are those of the
-TensorFlow implementation. Its normal cell returns other values than the paper's. With the
-paper's values, the parameter counts would differ from GPipe's.
+Cells form a chain, but each cell also reads the cell before its predecessor. Normal cells keep the
+size of the image. Reduction cells, after the stem and between groups of normal cells, halve the
+image and double the channels. An operation of a cell is a pooling or a chain of convolutions. Each
+convolution follows a ReLU and precedes a batch norm. The cells are those of the TensorFlow
+implementation, whose normal cell returns other values than the cell in the paper. With the paper's
+values, the parameter counts would differ from GPipe's.
 
-    stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads the images `near` and `far`,
-           └────────────┼────────────┘                     so a cut between cells sends two:
-                        └──────────────── cell 3's far     the last cell's and the one before
+    stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads two images, `near` and
+           └────────────┼────────────┘                     `far`, so a cut between cells sends two:
+                        └──────────────── cell 3's far     those of the two cells before the cut
 
-The loss takes and returns the running averages of batch norm (`has_state=True`). Without a key, it
-uses the averages instead of the batch's statistics and does not change them.
+The loss takes and returns the running averages of batch norm (`has_state=True`). If the loss gets
+no key, it uses the averages instead of the batch's statistics and does not change them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,13 +44,13 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class AmoebaNetConfig(ClassConfig):
-    """The shape of an AmoebaNet-D. GPipe's (L, D) are (`cells`, `filters`).
+    """The shape of an AmoebaNet-D. `cells` and `filters` are L and D in GPipe's paper.
 
     Attributes:
         cells: the number of normal cells in all groups.
         filters: the channels of the cells of the first group.
-        stem_reductions: how many reduction cells follow the stem. Two are for large images: the
-            stem and two reductions leave an eighth of the side.
+        stem_reductions: how many reduction cells follow the stem; 2 for large images. The stem and
+            two reductions leave an eighth of the side.
         groups: the number of groups of normal cells.
     """
 
@@ -89,19 +89,19 @@ SIZES = {
 
 
 def mean_pool(x: Image, stride: int) -> Image:
-    """Returns means of 3 x 3 pixels, without those beyond the edge, computed in float32."""
+    """Returns means of 3 x 3 pixels, computed in float32. Pixels beyond the edge do not count."""
     wide, strides = x.astype(jnp.float32), (stride, stride)
     wide = nnx.avg_pool(wide, (3, 3), strides, "SAME", count_include_pad=False)
     return wide.astype(x.dtype)
 
 
 def largest_pool(side: int, x: Image, stride: int) -> Image:
-    """Returns the largest of `side` x `side` pixels, without those beyond the edge."""
+    """Returns maxima of `side` x `side` pixels. Pixels beyond the edge do not count."""
     return nnx.max_pool(x, (side, side), (stride, stride), "SAME")
 
 
 def unpooled(x: Image, stride: int) -> Image:
-    """Returns the image unchanged. No genotype has `none` where a stride is needed."""
+    """Returns the image unchanged. No genotype uses `none` where the image has to be halved."""
     return x
 
 
@@ -113,7 +113,7 @@ POOLINGS: Mapping[str, Pooling] = {
     "avg_pool_3x3": mean_pool,
 }
 CONVOLUTIONS = {"conv_1x1": [(1, 1)], "conv_3x3": [(3, 3)], "conv_1x7_7x1": [(1, 7), (7, 1)]}
-"""The kernels (Y, X) of operations. Kernels beyond 1 x 1 work on a quarter of the channels."""
+"""The kernels (Y, X) of operations. Kernels larger than 1 x 1 work on a quarter of the channels."""
 
 
 def convolutions(operation: str, channels: int, stride: int) -> tuple[Convolution, ...]:
@@ -143,9 +143,9 @@ class Genotype:
     """What a cell computes.
 
     Value 0 is the image of the cell's predecessor, and value 1 that of the cell before the
-    predecessor. A `Choice` is an operation and the number of the value that it reads. Each
-    pair of choices makes one more value, the sum of their results. The cell returns the
-    values in `outputs`, concatenated.
+    predecessor. A `Choice` is an operation and the number of the value that it reads. Each pair of
+    choices makes one more value, the sum of the two results. The cell returns the values in
+    `outputs`, concatenated.
     """
 
     pairs: tuple[tuple[Choice, Choice], ...]
@@ -186,7 +186,7 @@ REDUCTION = Genotype(
 
 @dataclass(frozen=True)
 class Cell:
-    """A genotype at its place in the chain.
+    """A genotype at a place in the chain of cells.
 
     Attributes:
         genotype: what the cell computes.
@@ -212,7 +212,7 @@ class Cell:
 
     @property
     def chains(self) -> dict[str, tuple[Convolution, ...]]:
-        """The chains of convolutions by name, e.g. `2_right_conv_1x1`. A pooling's is empty."""
+        """The chains of convolutions by name, e.g. `2_right_conv_1x1`; empty for a pooling."""
         far = Convolution(self.far, self.channels)
         if self.far_is_large:
             far = Convolution(self.far, self.channels, strides=(2, 2), shifted=True)
@@ -228,7 +228,7 @@ class Cell:
         return init_units(dict(self._units()), key)
 
     def averages(self) -> Tree:
-        """Makes the running averages before any step."""
+        """Makes the initial running averages."""
         return {name: unit.averages() for name, unit in self._units()}
 
     def __call__(
@@ -247,8 +247,8 @@ class Cell:
 
         def result(step: Step) -> Image:
             x = through(step.name, values[step.value])
-            # An operation is a chain or a pooling. The other one of the two leaves the image
-            # unchanged.
+            # A pooling has an empty chain. Any other operation has no pooling, and `unpooled`
+            # changes nothing.
             pool = POOLINGS.get(step.operation, unpooled)
             return pool(x, self._stride(step.value))
 
@@ -283,14 +283,13 @@ class AmoebaNet:
         """The convolution from colors to channels."""
         config = self.config
         stride = 2 if config.stem_reductions else 1
-        # Each reduction doubles the channels, so that the first group has `filters` of
-        # them.
+        # Each reduction doubles the channels, so the first group has `filters` channels.
         channels = config.filters >> config.stem_reductions
         return Convolution(3, channels, (3, 3), (stride, stride))
 
     @property
     def cells(self) -> dict[str, Cell]:
-        """The cells in their order, by name."""
+        """The cells by name, in order."""
         config = self.config
         group = [True] + [False] * (config.cells // config.groups)
         # The reductions after the stem halve the image, and so does one cell between two groups.
@@ -321,7 +320,7 @@ class AmoebaNet:
         return {"stem": stem, "cells": of_cells, "head": self.head.init(keys[1])}
 
     def averages(self) -> Tree:
-        """Makes the model state before any step: the running averages."""
+        """Makes the initial model state: the running averages."""
         return {
             "stem": self.stem.averages(),
             "cells": {name: cell.averages() for name, cell in self.cells.items()},
@@ -330,9 +329,9 @@ class AmoebaNet:
     def loss_fn(
         self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None
     ) -> tuple[Weighted, Tree, Tree]:
-        """Computes the loss of classes, the new averages and the top-1.
+        """Computes the loss of classes, the new averages and the top-1 accuracy.
 
-        Without a key, the averages are used and stay as they are.
+        Without a key, the loss uses the averages and returns them unchanged.
         """
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)
@@ -347,7 +346,7 @@ class AmoebaNet:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes AmoebaNet-D of one of `SIZES`; `mini` by default.
+    """Makes an AmoebaNet-D of one of `SIZES`; `mini` by default.
 
     `options` replace fields of `AmoebaNetConfig`.
     """

@@ -1,7 +1,7 @@
-"""The space of an architecture search: a chain of slots, each empty or with one block.
+"""The space of an architecture search: chains of slots, each of which is empty or has one block.
 
 The name of a block, and of its parameters, consists of its slot and its branches. So if a search
-changes, adds or removes one block, the names of all others stay, and so does what they compute.
+changes, adds or removes one block, all other blocks keep their names and compute the same function.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,13 +53,13 @@ class Architecture:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All architectures with some number of slots, of which not too many are empty.
+    """All architectures with a given number of slots, of which at least `fewest` are filled.
 
     Attributes:
         left: the operations to choose from in the left branch of a block.
         right: the operations to choose from in the right branch.
         slots: the number of slots.
-        fewest: how many slots are filled at least.
+        fewest: the least number of filled slots.
     """
 
     left: tuple[str, ...]
@@ -71,14 +71,17 @@ class SearchSpace:
         if not 1 <= self.fewest <= self.slots:
             raise ValueError(f"fewest={self.fewest} must lie in 1 to slots={self.slots}")
         if len(self.left) * len(self.right) < 2:
-            raise ValueError(f"there is nothing to choose among {self.left} and {self.right}")
+            raise ValueError(
+                f"there is nothing to choose among {self.left} and {self.right}: give at least two "
+                "operations for a branch"
+            )
 
     def block(self, rng: np.random.Generator) -> Block:
         """Draws a block."""
         return Block(_one_of(self.left, rng), _one_of(self.right, rng))
 
     def random(self, rng: np.random.Generator) -> Architecture:
-        """Draws an architecture: how many slots are filled, which ones, and with which blocks."""
+        """Draws an architecture: how many slots are filled, which slots, and with which blocks."""
         count = int(rng.integers(self.fewest, self.slots + 1))
         filled = set(rng.permutation(self.slots)[:count].tolist())
         slots = [self.block(rng) if slot in filled else None for slot in range(self.slots)]
@@ -90,19 +93,19 @@ class SearchSpace:
         The result always differs from `architecture`.
 
         Raises:
-            ValueError: the architecture has another number of slots.
+            ValueError: the architecture does not have `slots` slots.
         """
         count = len(architecture.slots)
         if count != self.slots:
             raise ValueError(
-                f"an architecture of {count} slots is none of a space of {self.slots}: "
-                f"give one of {self.slots}"
+                f"an architecture of {count} slots does not belong to a space of {self.slots}: "
+                f"give one of {self.slots} slots"
             )
         slot = int(rng.integers(self.slots))
         block = architecture.slots[slot]
         if block is None:
             return architecture.with_slot(slot, self.block(rng))
-        # Without the present operations, every choice is a different architecture.
+        # The present operations are left out, so every choice is a different architecture.
         lefts = [left for left in self.left if left != block.left]
         rights = [right for right in self.right if right != block.right]
         changes: list[Block | None] = [Block(left, block.right) for left in lefts]
@@ -123,8 +126,8 @@ class SearchSpace:
         groups = [pairs[start : start + self.slots] for start in starts]
         last = groups[-1]
         last += pairs[: self.slots - len(last)]
-        # If there are fewer pairs than slots, the last group is still short. Copies of its
-        # first pair fill it.
+        # If there are fewer pairs than slots, the last group is still too short. Copies of its
+        # first pair fill it up.
         last += last[:1] * (self.slots - len(last))
         return tuple(Architecture(tuple(group)) for group in groups)
 
@@ -135,7 +138,7 @@ class Supernet:
 
     Attributes:
         space: the architectures.
-        default: the architecture that is trained without a search.
+        default: the architecture that a training without a search uses.
         loss_of: maps an architecture to its loss, `(params, batch, rng) -> loss`.
         params_of: maps an architecture and a key to fresh parameters. A block's parameters depend
             only on the key and the block's name.

@@ -1,4 +1,4 @@
-"""Searches model architectures in one pipeline, which trains each of them for a few steps."""
+"""An architecture search in one pipeline, which trains each architecture for a few steps."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Candidate:
-    """An architecture, with its loss function and its first parameters, which are on the host."""
+    """An architecture, with its loss function and its initial parameters, which are on the host."""
 
     architecture: Architecture
     loss_fn: Callable[..., Any]
@@ -29,18 +29,18 @@ class Candidate:
 
 
 class ArchitectureSearch:
-    """A search by regularized evolution. Equal blocks of different architectures share parameters.
+    """A search by regularized evolution. Blocks of the same name share their parameters.
 
-    The fitness of an architecture is its mean loss over its steps. When one architecture
-    begins to train, the next one is drawn, and a thread compiles it. At this draw, the
-    evolution knows the losses of all earlier architectures, but not of the one in training.
-    So the sequence depends only on the seed and the losses, not on the speed of the thread.
+    The evolution compares architectures by their mean losses over their steps. When one
+    architecture begins to train, the next one is drawn, and a thread compiles it. For this draw,
+    the evolution uses the losses of all earlier architectures, but not of the one in training. So
+    the sequence depends only on the seed and the losses, not on the speed of the thread.
 
     Args:
         supernet: the space of architectures, with their losses and parameters.
         seed: the seed of the sequence and of the parameters.
         steps: the number of steps for which an architecture is trained before the next one follows.
-        evolution: draws the architectures by their losses; None for one made from the seed.
+        evolution: draws the architectures by their losses; None for an evolution with `seed`.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class ArchitectureSearch:
                     ahead = background.submit(self._prepared, pipe, next(self.evolution))
                 for state, metrics in pipe.run(state, batches, count):  # noqa: B020 - the newest state is passed on
                     losses.append(metrics["loss"])
-                    # The report comes before the yield: the caller may stop after the last step.
+                    # The loss is reported before the yield, because the caller may stop after the
+                    # last step.
                     if len(losses) == count:
                         self.evolution.report(candidate.architecture, float(np.mean(losses)))
                     yield state, metrics, candidate.architecture

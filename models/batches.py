@@ -1,4 +1,4 @@
-"""Batches of examples without end: shuffled again each epoch, from any position."""
+"""Endless batches of examples that are reshuffled in each epoch and can resume at any position."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -23,8 +23,9 @@ def train_batches(
 ) -> "ShuffledBatches":
     """Makes shuffled batches of `transform(record, generator)`.
 
-    The order and each record's generator depend only on the seed and the position. So the position,
-    which `get_state` returns, is the whole state. A thread prepares `prefetch` batches ahead.
+    The order and each record's random generator depend only on the seed and the position in the
+    data. So the position, which `get_state` returns, is the whole state. A thread prepares
+    `prefetch` batches in advance.
     """
     rows = cast(Sequence[np.ndarray], records)
     # Shuffling comes before repeating, so that each epoch has each record exactly once.
@@ -34,7 +35,7 @@ def train_batches(
 
 
 class ShuffledBatches:
-    """An endless iterator over whole batches."""
+    """An endless iterator over full batches."""
 
     def __init__(self, order: grain.MapDataset, batch_size: int, prefetch: int) -> None:
         self._order, self._batch_size = order, batch_size
@@ -56,7 +57,7 @@ class ShuffledBatches:
         self._batches.set_state(state)
 
     def lazily(self) -> "LazyBatches":
-        """Makes the same batches, from the first one on, as `jvpipe.LazyArray`."""
+        """Makes the same batches, starting with the first, as `jvpipe.LazyArray`."""
         return LazyBatches(self._order, self._batch_size)
 
 
@@ -73,7 +74,7 @@ class LazyBatches:
     def __next__(self) -> dict[str, LazyArray]:
         first, size = self._next * self._batch_size, self._batch_size
         self._next += 1
-        # An example has several leaves. The cache makes it once for all of them.
+        # An example has several leaves. The cache makes the example once for all its leaves.
         example = cache(lambda i: self._order[first + i])
 
         def leaf(name: str) -> LazyArray:
@@ -98,17 +99,18 @@ class LazyBatches:
 def fixed_batches(
     records: Int32[np.ndarray, "N ..."], transform: Transform, batch_size: int
 ) -> tuple[Batch, ...]:
-    """Makes whole batches of the records in order, the same for every seed.
+    """Makes full batches of the records in order, the same for every seed.
 
-    Records beyond the last whole batch are dropped. If there are too few for one batch, copies of
-    the last example with `weights` of 0 fill it.
+    Records beyond the last full batch are dropped. If there are too few records for one batch,
+    copies of the last example with `weights` of 0 fill the batch.
     """
     whole = max(1, len(records) // batch_size) * batch_size
     examples = []
     for i, record in enumerate(records[:whole]):
         examples.append(transform(record, np.random.default_rng(i)))
     last = examples[-1]
-    # All batches have one shape, so that one program evaluates them. A mean ignores weight 0.
+    # All batches have one shape, so that one program evaluates them. A mean ignores examples of
+    # weight 0.
     filler = {**last, "weights": np.zeros_like(last["weights"])}
     examples += [filler] * (whole - len(examples))
     groups = [examples[i : i + batch_size] for i in range(0, whole, batch_size)]

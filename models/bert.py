@@ -4,9 +4,9 @@ Axes: B batch, T tokens, D model, H heads, K masked positions, V vocabulary.
 
 Three departures from the paper make the model learn in far fewer steps:
 
-- Layer norm stands before each sublayer (arXiv:2002.04745).
-- A bias of attention replaces position embeddings (ALiBi, arXiv:2108.12409), as in MosaicBERT
-  (arXiv:2312.17482).
+- Layer norm comes before each sublayer (arXiv:2002.04745).
+- A bias of attention scores replaces position embeddings (ALiBi, arXiv:2108.12409), as in
+  MosaicBERT (arXiv:2312.17482).
 - There is one segment and no next-sentence task (arXiv:1907.11692).
 
 The output projection is the transposed token embedding. Only masked positions are projected. With
@@ -43,7 +43,7 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedConfig(TransformerConfig):
-    """The shape of a transformer that predicts the share `mask_rate` of a record's tokens."""
+    """The shape of a transformer that predicts a fraction `mask_rate` of a record's tokens."""
 
     mask_rate: float = 0.15
 
@@ -54,9 +54,9 @@ class MaskedConfig(TransformerConfig):
 
     @property
     def masked(self) -> int:
-        """K: the largest number of tokens of a record that are predicted."""
-        # The first token of a record is special and never predicted. K is the same for all
-        # records, so that they have one shape; entries of weight 0 pad the positions.
+        """K, the largest number of predicted tokens of a record."""
+        # The first token of a record is special and never predicted. All records have the same K,
+        # and so the same shape. Entries of weight 0 pad the positions.
         return max(1, round(self.mask_rate * (self.tokens - 1)))
 
 
@@ -66,8 +66,8 @@ class BertConfig(MaskedConfig):
 
     Attributes:
         published: whether the model is as in the paper.
-        tied: whether the output projection is the transposed token embedding. It may be False only
-            if the model is `published`.
+        tied: whether the output projection of a `published` model is the transposed token
+            embedding. In any other model, it always is.
     """
 
     vocabulary: int = 30522
@@ -76,7 +76,7 @@ class BertConfig(MaskedConfig):
     tied: bool = True
 
     def bias(self, tokens: int) -> Float[Array, "H T T"] | None:
-        """Returns the bias of distances (ALiBi); None if published."""
+        """Returns the bias by distance (ALiBi); None if `published`."""
         return None if self.published else distance_bias(self.heads, tokens)
 
 
@@ -99,12 +99,12 @@ class Embeddings(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """Returns the vectors that the first block reads."""
-        # Each block's bias gives the positions (ALiBi), so longer records need no larger table.
+        # Each block's bias encodes the positions (ALiBi), so there is no table of positions.
         return dropped(self.dropout, normed(self.norm, self.tokens(tokens)), key)
 
 
 class Head(nnx.Module):
-    """Maps the vector of a masked position to logits of the token that was there."""
+    """Maps the vector of a masked position to the logits of the original token."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         self.input_norm = layer_norm(config, rngs)
@@ -114,7 +114,8 @@ class Head(nnx.Module):
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
         """Returns logits in float32. The embedding of `tokens` is the tied projection."""
-        # The last pre-norm block does not norm its result, so the head does.
+        # A pre-norm block does not normalize its result, so the head normalizes that of the last
+        # block.
         y = jax.nn.gelu(self.transform(normed(self.input_norm, x)))
         logits = tokens.attend(normed(self.norm, y))
         return logits.astype(jnp.float32) + self.bias[...][None, None]
@@ -136,8 +137,8 @@ def loss_function(config: BertConfig) -> LossFunction:
     """Makes `loss_fn(params, batch, rng)`, the loss of masked tokens.
 
     The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32, and `weights` [B,
-    K] float32, 0 for a position that does not count. The loss has the `total` of the cross
-    entropies in nats and the sum of the weights.
+    K] float32, which are 0 for positions that do not count. The loss has the `total` of the cross
+    entropies in nats, and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 
@@ -150,7 +151,7 @@ def logits_function(config: BertConfig) -> Logits:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key)  # [B, T, D]
-        # K is about T / 7. The projection to V, the widest map, skips all other rows.
+        # K is about T / 7. So the projection to V, the widest map, skips most rows.
         x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)  # [B, K, D]
         return model.part("head", params["head"])(x, embeddings.tokens)
 
@@ -182,7 +183,7 @@ FORMAT = bert_published.FORMAT
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes BERT of a size (`tiny`, `mini`, `base`, `large`, `48`; `mini` by default).
+    """Makes a BERT of a size (`tiny`, `mini`, `base`, `large`, `48`; `mini` by default).
 
     `options` replace fields of `BertConfig`.
     """

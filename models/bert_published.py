@@ -1,7 +1,7 @@
 """BERT exactly as published (arXiv:1810.04805), so that published weights fit, in Flax NNX.
 
-Layer norm stands after each sublayer. Positions and segments have learned vectors; all tokens are
-in the first segment. There is no next-sentence task. Axes: B batch, T tokens, D model, K masked
+Layer norm comes after each sublayer. Positions and segments have learned vectors, and all tokens
+are in the first segment. There is no next-sentence task. Axes: B batch, T tokens, D model, K masked
 positions, V vocabulary.
 """
 
@@ -36,7 +36,7 @@ _gelu = partial(jax.nn.gelu, approximate=False)
 
 
 class Embeddings(nnx.Module):
-    """The sum of a vector of the token, one of its position and one of its segment, normed."""
+    """The normalized sum of the vectors of a token, of its position and of its segment."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary)
@@ -54,11 +54,11 @@ class Embeddings(nnx.Module):
 
 
 class PublishedBlock(Block):
-    """Attention, then a feed-forward network. Each is added to its input, and the sum is normed."""
+    """Attention, then a feed-forward network. Each is added to its input, then normalized."""
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
         """Returns the tokens after the block."""
-        # `Block` has the same parameters; its norms stand before the sublayers, not after.
+        # `Block` has the same parameters, but its norms come before the sublayers, not after them.
         k0, k1, k2 = keys_of(key, 3)
         mixed = dropped(self.dropout, self.attention(x, k0), k1)
         x = normed(self.attention_norm, x + mixed)
@@ -67,7 +67,7 @@ class PublishedBlock(Block):
 
 
 class Head(nnx.Module):
-    """Maps the vector of a masked position to logits of the token that was there."""
+    """Maps the vector of a masked position to the logits of the original token."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.transform = linear(config, rngs, config.width, config.width)
@@ -77,14 +77,14 @@ class Head(nnx.Module):
         self.output = None if config.tied else linear(config, rngs, width, vocabulary, bias=False)
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
-        """Returns logits in float32. If tied, the embedding of `tokens` is the projection."""
+        """Returns logits in float32. If `tied`, the embedding of `tokens` is the projection."""
         project = tokens.attend if self.output is None else self.output
         y = project(normed(self.norm, _gelu(self.transform(x))))
         return y.astype(jnp.float32) + self.bias[...][None, None]
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `BertConfig` from config.json, and refuses what our model lacks."""
+    """Reads the fields of a `BertConfig` from config.json, and rejects unsupported settings."""
     dropout = settings.get("hidden_dropout_prob", 0.1)
     settings.only("hidden_act", "gelu")
     settings.only("type_vocab_size", 2)
@@ -117,7 +117,7 @@ def _sources(config: Any) -> dict[str, Source]:
     sources |= norm_of("embeddings.norm", "embeddings.LayerNorm")
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"encoder.layer.{i}"
-        # Queries, keys and values are three tensors there, and one [D, 3 D] here.
+        # The folder has three tensors for queries, keys and values; our model has one, [D, 3 D].
         read = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
         sources |= linear_of(f"{ours}.attention.inputs", *read)
         sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attention.output.dense")
@@ -156,7 +156,7 @@ FORMAT = Format(
         "embeddings.position_ids",
     ),
 )
-"""BertForMaskedLM and BertForPreTraining, without its next-sentence task.
+"""BertForMaskedLM, and BertForPreTraining without its next-sentence task.
 
-A projection that is not tied has its own bias, and `cls.predictions.bias` is then unused.
+An untied projection has its own bias, and then `cls.predictions.bias` is unused.
 """

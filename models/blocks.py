@@ -1,9 +1,9 @@
-"""The modules that models of text share: pre-norm transformer blocks and their initialization.
+"""The modules that text models share: pre-norm transformer blocks and their initialization.
 
-They are in Flax NNX (arXiv:1706.03762, arXiv:2002.04745). Axes: B batch, T tokens, S attended
-tokens, D model, H heads, F feed-forward, V vocabulary.
+The modules use Flax NNX (papers: arXiv:1706.03762, arXiv:2002.04745). Axes: B batch, T tokens, S
+attended tokens, D model, H heads, F feed-forward, V vocabulary.
 
-A pre-norm block normalizes what a sublayer reads, but not the residual stream x:
+A pre-norm block normalizes the input of each sublayer, but not the residual stream x:
 
     x ──┬── norm ── attention ──(+)──┬── norm ── expand, gelu, contract ──(+)── x'
         └────────────────────────┘   └────────────────────────────────────┘
@@ -24,25 +24,25 @@ from jaxtyping import Array, Float
 from jvpipe.util.names import did_you_mean
 
 Key = jax.Array | None
-"""The key that draws the masks of dropout. None: nothing is dropped."""
+"""The key that draws the masks of dropout; None for no dropout."""
 Vectors = Float[Array, "B T D"]
-"""The residual stream: a vector per token. A cut between two blocks sends it."""
+"""The residual stream, a vector per token. A cut between two blocks sends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """The shape of a model of text.
+    """The shape of a text model.
 
     Attributes:
         blocks: the number of blocks.
         width: D.
         vocabulary: V.
-        tokens: the length of a record.
-        dropout: the share of values that is dropped in training.
+        tokens: the length of a record, in tokens.
+        dropout: the fraction of values that training drops.
         dtype: the type of the computation, float32 or bfloat16. Parameters are float32.
-        lora: the rank of adapters; 0 for none. If there are adapters, only they are trained
-            (`lora.py`).
-        lora_on: the pattern of the paths of linear maps that get an adapter.
+        lora: the rank of adapters (`lora.py`); 0 for no adapters. If there are adapters, only they
+            are trained.
+        lora_on: a pattern; linear maps whose path matches it get an adapter.
     """
 
     blocks: int
@@ -65,7 +65,8 @@ class TextConfig:
         is_small = self.tokens < 8 or self.vocabulary < 300
         if min(self.blocks, self.width) < 1 or is_small:
             raise ValueError(
-                f"{self} is too small: it needs a block, 8 tokens and a vocabulary of 300"
+                f"{self} is too small: it needs at least one block, a width of 1, 8 tokens and a "
+                "vocabulary of 300"
             )
 
 
@@ -73,13 +74,13 @@ class TextConfig:
 class TransformerConfig(TextConfig, ABC):
     """The shape of a transformer.
 
-    All attributes but the first differ from their defaults only for published weights.
+    Only published weights need `positions`, `feed_forward` and `epsilon`.
 
     Attributes:
         heads: H, which divides D.
-        positions: the number of rows of the table of positions; 0 for `tokens`.
-        feed_forward: F; 0 for 4 D.
-        epsilon: the number that layer norm adds to a variance.
+        positions: the number of rows of the table of positions; 0 means `tokens`.
+        feed_forward: F; 0 means 4 D.
+        epsilon: the number that layer norm adds to the variance.
     """
 
     heads: int
@@ -100,18 +101,18 @@ class TransformerConfig(TextConfig, ABC):
 
     @abstractmethod
     def bias(self, tokens: int) -> Float[Array, "#H T T"] | None:
-        """Returns what is added to the scores of attention; None if nothing is added.
+        """Returns the bias that is added to attention scores; None for no bias.
 
-        A bias of -inf hides a token from another one.
+        A bias of -inf hides one token from another.
         """
 
 
 def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
-    """Returns a bias of each head's scores that falls with the distance of two tokens.
+    """Returns a bias of each head's scores that falls with the distance between two tokens.
 
     This is ALiBi (arXiv:2108.12409) for attention in both directions. The first half of the heads
-    looks back, and the other half looks ahead. In the other direction, a head counts distances
-    fourfold. In each half, the slopes fall from 1 towards 2^-8.
+    prefers earlier tokens, and the second half prefers later tokens. In the direction that it does
+    not prefer, a head multiplies distances by 4. In each half, the slopes fall from 1 towards 2^-8.
 
     >>> distance_bias(2, 3)[0].astype("int32").tolist()
     [[0, -4, -8], [-1, 0, -4], [-2, -1, 0]]
@@ -123,12 +124,13 @@ def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
     square = (1, tokens, tokens)
     ahead = iota(square, 2) - iota(square, 1)  # [1, T, T], negative for tokens before this one
     back = slope * jnp.minimum(ahead, -4 * ahead)  # [half, T, T], never above 0
-    # The transpose of looking back is looking ahead. For an odd H, one head too many is cut off.
+    # The transposed bias prefers later tokens. If H is odd, there is one head too many, and it is
+    # cut off.
     return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
 
 
 def looking_back(tokens: int) -> Float[Array, "1 T T"]:
-    """Returns the bias of scores that hides later tokens: -inf for a later token, else 0."""
+    """Returns the bias of scores that hides later tokens: -inf for later tokens, else 0."""
     iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
     # A token always sees itself, so no row is all -inf and softmax stays finite.
     return jnp.where(iota(2) > iota(1), -jnp.inf, 0.0).astype(jnp.float32)
@@ -144,8 +146,9 @@ class Attention(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Mixes the values of all tokens for each token. `key` draws the dropped weights."""
-        # One product gives queries, keys and values: [B, T, 3 D] is three of [B, T, D].
+        """Mixes the values of all tokens for each token. `key` is for dropout of the weights."""
+        # One matrix product gives queries, keys and values: [B, T, 3 D] splits into three of [B, T,
+        # D].
         q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
         bias = self.config.bias(x.shape[1])
         drop = partial(dropped, self.dropout, key=key)
@@ -153,7 +156,7 @@ class Attention(nnx.Module):
 
 
 Bias = Float[Array, "#H T S"] | Float[Array, "#B #H #T S"]
-"""What is added to scores. With three axes, it is the same for all records."""
+"""A bias that is added to scores. With three axes, it is the same for all records."""
 
 
 def mixture(
@@ -174,9 +177,9 @@ def mixture(
         k: the keys.
         v: the values.
         heads: H, which divides D.
-        bias: what is added to scores.
-        drop: drops some of the weights.
-        scale: the factor of scores; None for the paper's (D / H)^-0.5.
+        bias: the bias that is added to scores; None for no bias.
+        drop: applies dropout to the weights.
+        scale: the factor of scores; None means the paper's (D / H)^-0.5.
     """
     B, T, D = q.shape
     width = D // heads
@@ -195,7 +198,7 @@ def mixture(
 
 
 class CrossAttention(nnx.Module):
-    """Attention of the tokens of one sequence to the tokens of another one, with H heads."""
+    """Attention of the tokens of one sequence to the tokens of another sequence, with H heads."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -258,8 +261,8 @@ def linear(
     *,
     bias: bool = True,
 ) -> nnx.Linear:
-    """Makes a linear map whose results have the inputs' standard deviation, times `scale`."""
-    # LeCun's initialization: a kernel's variance of scale^2 / inputs keeps the variance of x.
+    """Makes a linear map whose results have `scale` times the standard deviation of its inputs."""
+    # LeCun's initialization: the variance of a kernel is scale^2 / inputs.
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
     return nnx.Linear(
         inputs,
@@ -296,5 +299,5 @@ def dropped(dropout: nnx.Dropout, x: jax.Array, key: Key) -> jax.Array:
 
 
 def keys_of(key: Key, count: int) -> Any:
-    """Splits a key into one for each place that drops values. Without a key, all are None."""
+    """Splits a key into `count` keys. Without a key, all of them are None."""
     return (None,) * count if key is None else jax.random.split(key, count)

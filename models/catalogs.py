@@ -14,24 +14,25 @@ from jvpipe.util.names import did_you_mean
 Pair = tuple[str, str]
 
 _PLACE = re.compile(r"%\(\w+\)[sdi]|%[sdi]|\{\w*\}")
-"""Placeholders of values. Each becomes an X."""
+"""Placeholders of values. Each placeholder is replaced by an X."""
 _CODE = re.compile(r"[<>=_/\\]")
-"""Signs of code. A message with one of them is left out."""
+"""Characters that occur in code. Messages with any of them are left out."""
 
 
 def catalog_pairs(source: str, target: str) -> list[Pair]:
-    """Returns Django's messages in two languages, such as `en` and `de`, each as one line.
+    """Returns pairs of Django's messages in two languages, such as `en` and `de`.
 
-    The cache keeps the pairs, so that a later Django does not change the data of a run.
+    Each message is one line. The cache folder stores the pairs, so that a later version of Django
+    does not change the data of a run.
 
     Raises:
-        ValueError: Django has no catalog of a language.
+        ValueError: Django has no catalog of one of the languages.
         MissingExtraError: Django is not installed.
     """
     path = cache_folder() / f"catalogs-{source}-{target}.json"
     if not path.exists():
         left, right = _texts(source), _texts(target)
-        # A dictionary drops repetitions as a set does, and keeps the order.
+        # A dictionary drops repetitions as a set does, and unlike a set it keeps the order.
         pairs = {(left[name], right[name]): None for name in left if name in right}
         write_whole(path, json.dumps(list(pairs)).encode())
     return [(a, b) for a, b in json.loads(path.read_text())]
@@ -46,9 +47,9 @@ def read_messages(content: bytes) -> Iterator[Pair]:
     >>> list(read_messages(head + struct.pack("<4I", 4, 44, 5, 49) + b"door\0" + b"T\xc3\xbcr.\0"))
     [('door', 'Tür.')]
     """
-    # GNU gettext's header: a magic number that tells the byte order, a version, the number of
-    # texts, and the offsets of the two tables (originals, translations). A row of a table is the
-    # length of a text and its offset. NUL separates singular and plural.
+    # GNU gettext's header has a magic number that shows the byte order, a version, the number of
+    # texts, and the offsets of two tables (originals, translations). A row of a table is the length
+    # and the offset of a text. NUL separates singular and plural.
     order = "<" if content[:4] == b"\xde\x12\x04\x95" else ">"
     count, originals, translations = struct.unpack_from(f"{order}3I", content, 8)
     for i in range(count):
@@ -59,7 +60,7 @@ def read_messages(content: bytes) -> Iterator[Pair]:
             forms.append(text.split("\0"))
         english, translated = forms
         if english[0]:  # an empty original marks the catalog's header
-            # EOT separates a context, which translators alone read, from the text.
+            # EOT separates the text from a context before it, which only translators read.
             yield english[0].split("\4")[-1], translated[0]
             if len(english) > 1:
                 yield english[1], translated[-1]
@@ -68,8 +69,8 @@ def read_messages(content: bytes) -> Iterator[Pair]:
 def _texts(language: str) -> dict[str, str]:
     """Maps each English message to its text in a language.
 
-    A catalog pairs English messages with those of another language. Django has none for
-    English itself, so English is read from German catalogs.
+    A catalog pairs English messages with messages of another language. Django has no catalog for
+    English itself, so the English messages are read from the German catalogs.
     """
     pairs: dict[str, str] = {}
     for file in _catalogs("de" if language == "en" else language):

@@ -1,9 +1,10 @@
-"""Conversations as training data. A chat template writes them out; only the assistant is learned.
+"""Conversations as training data: a chat template formats them, and only the assistant is learned.
 
-A template is a Jinja program that comes with a tokenizer. It makes one text of a list of messages:
+A template is a Jinja program that comes with a tokenizer. It turns a list of messages into one
+text:
 
     <|user|>What is 2+3?<|end|><|assistant|>5<|end|>
-                                            ~~~~~~~~  weight 1: the assistant and its end mark
+                                            ~~~~~~~~  weight 1: the answer and its end mark
 """
 
 import hashlib
@@ -25,14 +26,14 @@ from jvpipe.util.extras import extra
 
 Message = Mapping[str, Any]
 FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
-"""The files beside a tokenizer that have its template, and the tokens that the template names."""
+"""The files beside a tokenizer with its template, and with the tokens that the template names."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
-"""Marks around the assistant's words. No script uses these characters."""
+"""Marks around the assistant's words. Unicode reserves these characters for private use."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a text. `spoken` has (begin, end) of each message of the assistant."""
+    """A conversation as a text. `spoken` has the (begin, end) of each message of the assistant."""
 
     text: str
     spoken: tuple[tuple[int, int], ...]
@@ -46,15 +47,15 @@ class ChatTemplate:
     tokens: Mapping[str, str]
 
     def rendered(self, messages: Sequence[Message]) -> Rendered:
-        """Writes a conversation out as one text.
+        """Formats a conversation as one text.
 
         Args:
             messages: the messages, each with a `role` ("system", "user", "assistant", ...) and
                 a text as `content`.
 
         Raises:
-            ValueError: the template refuses the messages, or leaves out or changes what the
-                assistant said.
+            ValueError: the template rejects the messages, or omits or changes what the assistant
+                said.
 
         >>> source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
         >>> template = ChatTemplate(source, {})
@@ -63,10 +64,10 @@ class ChatTemplate:
         ('<assistant>a', ((11, 12),))
         """
         _check(messages)
-        # The template runs a second time with marks around the assistant's words, so that
-        # the marks show where these words are. A template that inspects contents might
-        # write another text because of the marks. So the second text, without marks, must
-        # equal the first one.
+        # The template runs a second time with marks around the assistant's words. The marks show
+        # where these words are in the text. But a template that inspects contents might write
+        # another text because of the marks. So the second text, without the marks, must equal the
+        # first one.
         text = self._text(messages)
         marked = self._text([_marked(m) if m["role"] == "assistant" else m for m in messages])
         spans, plain = [], ""
@@ -82,7 +83,7 @@ class ChatTemplate:
         if plain != text or len(spans) != count:
             raise ValueError(
                 f"the chat template leaves out or changes what the assistant said in {count} "
-                "messages: give one that writes them as they are"
+                "messages: give a template that writes these messages unchanged"
             )
         return Rendered(text, tuple(spans))
 
@@ -93,13 +94,13 @@ class ChatTemplate:
         try:
             return program.render(messages=messages, add_generation_prompt=False, **self.tokens)
         except TemplateError as problem:
-            raise ValueError(f"the chat template refuses it: {problem}") from problem
+            raise ValueError(f"the chat template rejects the messages: {problem}") from problem
 
     @cached_property
     def _program(self) -> Any:
-        """The template as a program that runs as in transformers: in a sandbox, with few functions.
+        """The compiled template. As in transformers, it runs in a sandbox, with few functions.
 
-        `strftime_now` is not among the functions, because records must not depend on the day.
+        The function `strftime_now` is missing, because records must not depend on the day.
         Templates then use a fixed date.
         """
         with extra("hf"):
@@ -109,9 +110,9 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """The tag `{% generation %}` around learned text in some templates; text is kept."""
+            """The tag `{% generation %}`, which some templates put around learned text."""
 
-            tags = {"generation"}  # noqa: RUF012 - as Jinja has it
+            tags = {"generation"}  # noqa: RUF012 - Jinja's base class declares it so
 
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno
@@ -124,7 +125,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # Jinja's own filter escapes HTML, which templates of transformers do not expect.
+        # Jinja's filter `tojson` escapes HTML, which templates of transformers do not expect.
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
             value, ensure_ascii=False, indent=indent
         )
@@ -133,12 +134,12 @@ class ChatTemplate:
             return environment.from_string(self.source)
         except TemplateSyntaxError as problem:
             raise ValueError(
-                f"the chat template is none: line {problem.lineno}: {problem.message}"
+                f"the chat template is not valid: line {problem.lineno}: {problem.message}"
             ) from problem
 
 
 def read_template(folder: Path) -> ChatTemplate | None:
-    """Reads the template beside a tokenizer; None if there is none.
+    """Reads the chat template beside a tokenizer; None if there is no template.
 
     Raises:
         ValueError: a file cannot be read.
@@ -166,11 +167,11 @@ def read_template(folder: Path) -> ChatTemplate | None:
 
 @dataclass(frozen=True)
 class Chats:
-    """Records of one conversation each, cut or padded with 0 to T tokens.
+    """A record for each conversation, truncated or padded with 0 to T tokens.
 
-    A record [2, T] has a row of ids, and a row with 1 for each learned id and 0 for the
-    others. The assistant's words are learned, and so is the special token that ends them. If
-    no learned id is left after the cut, the conversation is dropped.
+    A record [2, T] has a row of token ids, and a row with 1 for each learned id and 0 for the
+    others. The assistant's words are learned, and so is the special token that ends them. A
+    conversation is dropped if its first T tokens have no learned id.
     """
 
     template: ChatTemplate
@@ -178,17 +179,18 @@ class Chats:
 
     @property
     def name(self) -> str:
-        """The name of these records in the cache: a digest of the template and its tokens."""
+        """The name of these records in the cache, with a digest of the template and its tokens."""
         said = json.dumps([self.template.source, *sorted(self.template.tokens.items())])
         return f"chats-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
     def records(
         self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int
     ) -> Int32[np.ndarray, "N 2 T"]:
-        """Makes the records of conversations in JSON.
+        """Makes the records of conversations, given as JSON.
 
         Raises:
-            ValueError: what `ChatTemplate.rendered` raises, with the beginning of the conversation.
+            ValueError: as in `ChatTemplate.rendered`; the message quotes the beginning of the
+                conversation.
         """
         rows = [self._record(document, tokenizer, tokens) for document in documents]
         learned = [row for row in rows if row[1].any()]
@@ -197,7 +199,7 @@ class Chats:
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Makes the records of conversations that come one by one."""
+        """Makes the records of a stream of conversations."""
         rows = documents.map(lambda document: self._record(document, tokenizer, tokens))
         return rows.filter(lambda row: bool(row[1].any()))
 
@@ -205,7 +207,7 @@ class Chats:
         try:
             found = self.template.rendered(json.loads(document))
         except ValueError as problem:
-            raise ValueError(f"of the conversation {document[:80]}...: {problem}") from problem
+            raise ValueError(f"in the conversation {document[:80]}...: {problem}") from problem
         # The template writes all special tokens itself, including the start mark.
         encoding = tokenizer.encode(found.text, add_special_tokens=False)
         added = tokenizer.get_added_tokens_decoder()
@@ -215,7 +217,7 @@ class Chats:
         record[0, : len(ids)] = ids
         spoken = False
         for i, (begin, end) in enumerate(encoding.offsets[: len(ids)]):
-            # A special token right after the assistant's words ends them. It is learned too.
+            # A special token right after the assistant's words ends them, and is learned too.
             ends = spoken and ids[i] in special
             spoken = any(begin < last and first < end for first, last in found.spoken)
             record[1, i] = spoken or ends
@@ -223,7 +225,7 @@ class Chats:
 
 
 def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Generator) -> Batch:
-    """Makes an example: `tokens`, the `targets` that follow them, and `weights`: 1 if learned.
+    """Makes an example: `tokens`, the next tokens as `targets`, and `weights`, 1 for learned ones.
 
     >>> record = np.array([[1, 7, 8], [0, 0, 1]], np.int32)
     >>> example = learned_tokens(record, np.random.default_rng(0))
@@ -244,17 +246,17 @@ def _check(messages: Sequence[Message]) -> None:
         role, content = fields.get("role"), fields.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(
-                "each of 'messages' should have a 'role' and a text as 'content', "
-                f"not {str(message)[:80]}"
+                "each item of 'messages' must have a 'role' and a text as 'content', "
+                f"unlike {str(message)[:80]}"
             )
         if {_OPEN, _CLOSE} & set(content):
             raise ValueError(
-                f"U+E000 and U+E001 stand for no character: take them out of {content[:80]!r}"
+                f"U+E000 and U+E001 are reserved as marks: remove them from {content[:80]!r}"
             )
 
 
 def _marked(message: Message) -> Message:
-    """Puts marks around a message's text, but inside the white space that a template may strip."""
+    """Puts marks around a message's text, inside any white space that a template may strip."""
     content = message["content"]
     core = content.strip()
     before, after = content.split(core, 1) if core else ("", content)

@@ -1,7 +1,6 @@
-"""Loads a model from a folder of weights, and writes it back once it is trained.
+"""Loads a model from a folder of weights, and writes a trained model as such a folder.
 
-The package transformers saves the folders that we load, and loads the folders that we
-write.
+These are the folders that the package transformers saves and loads.
 """
 
 from pathlib import Path
@@ -19,39 +18,40 @@ Tree = Any
 
 
 def model_of(folder: Folder) -> str:
-    """Returns the name of our model that reads a folder.
+    """Returns the name of jvpipe's model for a folder.
 
     Raises:
-        ValueError: no model reads it; the message names the kinds of folders that are read.
+        ValueError: no model can read the folder; the message lists the supported types.
     """
     kind = folder.told.get("model_type")
     if kind not in OF_FOLDERS:
         raise ValueError(
-            f"{folder.path} is a folder of {kind}: read are those of {', '.join(OF_FOLDERS)}"
+            f"{folder.path} has a model of type {kind}: supported are {', '.join(OF_FOLDERS)}"
         )
     return OF_FOLDERS[kind]
 
 
 def published_size(model: str) -> str:
-    """Returns a size with the recipe of published models; a folder replaces the size's fields."""
+    """Returns a size whose recipe suits published models; a folder then replaces all its fields."""
     return next(size for size in sizes(model) if size not in ("tiny", "mini"))
 
 
 def from_folder(path: str | Path, key: jax.Array, **fields: Any) -> tuple[Workload, Tree]:
-    """Opens a model in a folder that `save_pretrained` of transformers wrote, with its parameters.
+    """Opens the model and the parameters in a folder that transformers' `save_pretrained` wrote.
 
-    No weights are read yet. Parameters are `jvpipe.LazyArray`, and `Pipeline.init` reads each of
-    them on the device that will hold it.
+    No weights are read yet. Parameters are `jvpipe.LazyArray`. `Pipeline.init` reads each of them
+    when it places it on a device.
 
     Args:
-        path: the folder. If it does not exist, a model's name on a hub, `owner/name[@REVISION]`.
-        key: draws the adapters, if there are any.
-        fields: replace fields that config.json gives the model's configuration. `lora=8` adds
-            adapters of rank 8 to the linear maps that `lora_on` matches.
+        path: the folder, or else the name of a model on the Hugging Face hub,
+            `owner/name[@REVISION]`.
+        key: the random key for the adapters, if there are any.
+        fields: fields of the model's configuration; they replace the values from config.json.
+            `lora=8` adds adapters of rank 8 to the linear maps that `lora_on` matches.
 
     Raises:
-        ValueError: the folder does not exist or lacks a part, no model reads it, or the fields do
-            not fit the model.
+        ValueError: the folder does not exist or is incomplete, no model can read it, or the fields
+            do not fit the model.
     """
     folder = open_folder(model_folder(path))
     name = model_of(folder)
@@ -64,8 +64,8 @@ def first_params(folder: Folder, workload: Workload, key: jax.Array) -> Tree:
     """Joins the parameters in a model's folder with freshly drawn adapters.
 
     Raises:
-        ValueError: the folder has another architecture; the message names the first tensor that
-            differs.
+        ValueError: the folder's architecture differs from the model's; the message names the first
+            tensor that differs.
     """
     shapes = lora.without_adapters(jax.eval_shape(workload.init, key))
     base = read_params(folder, format_of(workload.name), workload.config, shapes)
@@ -74,19 +74,19 @@ def first_params(folder: Folder, workload: Workload, key: jax.Array) -> Tree:
 
 
 def to_folder(workload: Workload, params: Tree, like: str | Path, into: str | Path) -> None:
-    """Writes a trained model like the folder that it began with, for transformers to load.
+    """Writes a trained model as a folder for transformers, like the folder that it was loaded from.
 
-    Adapters are added to the kernels that they adapt. The settings and the tokenizer's files are
+    Adapters are merged into the kernels that they adapt. The settings and the tokenizer's files are
     copied.
 
     Args:
         workload: the model.
         params: what `Pipeline.params` returns.
-        like: the folder, or the hub's name, that the model began with.
+        like: the folder, or the name on the hub, that the model was loaded from.
         into: a new folder, or an empty one.
 
     Raises:
-        ValueError: the folder that the model began with no longer exists.
+        ValueError: the folder that the model was loaded from no longer exists.
         OSError: the new folder cannot be written.
     """
     folder, form = open_folder(model_folder(like)), format_of(workload.name)

@@ -1,4 +1,4 @@
-"""A corpus: documents of plain text, their digest, and which of them are held out."""
+"""A corpus of plain-text documents, with a digest and a split into training and held-out parts."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from jvpipe.models.text_files import SUFFIXES, read_text, texts_in
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of a few paragraphs of one file each, with one paragraph per line."""
+    """Documents with one paragraph per line; each has a few paragraphs of one file."""
 
     documents: tuple[str, ...]
 
@@ -27,13 +27,14 @@ class Corpus:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def split(self, one_in: int = 50) -> tuple[list[str], list[str]]:
-        """Splits documents into some to train on and one in `one_in` to hold out, at least 1.
+        """Splits documents into those to train on and one in `one_in`, at least one, to hold out.
 
         >>> train, held_out = Corpus(tuple(f"Document {i}." for i in range(100))).split()
         >>> len(train), len(held_out)
         (98, 2)
         """
-        # The documents with the least hashes are held out, so no seed and no order decides.
+        # The documents with the smallest hashes are held out, so the split depends on no seed or
+        # order.
         hashes = [hashlib.sha256(document.encode()).digest() for document in self.documents]
         by_hash = sorted(range(len(hashes)), key=hashes.__getitem__)
         chosen = set(by_hash[: max(1, len(hashes) // one_in)])
@@ -57,10 +58,10 @@ def documents(paragraphs: Iterable[str], least: int = 2000) -> list[str]:
 
 
 def open_corpus(path: Path | None) -> Corpus:
-    """Opens the text under `path`; if None, the English prose that the running Python carries.
+    """Opens the text under `path`; if None, the English prose of the running Python installation.
 
-    A folder gives its `.txt`, `.md`, `.rst`, `.jsonl` and `.parquet` files, in the order of their
-    paths. Each line (`.jsonl`) or row (`.parquet`) has a `text`.
+    In a folder, all `.txt`, `.md`, `.rst`, `.jsonl` and `.parquet` files are read, in the order of
+    their paths. Each line (`.jsonl`) or row (`.parquet`) must have a field `text`.
 
     Raises:
         ValueError: the path does not exist, a file cannot be read or is not UTF-8, or there is too
@@ -71,20 +72,20 @@ def open_corpus(path: Path | None) -> Corpus:
     texts = [text for file in files_under(path) for text in texts_in(file)]
     parts = [document for text in texts for document in documents(_paragraphs(text))]
     if len(parts) < 2:
-        # A file without blank lines is one paragraph. Lines of 200 characters replace it.
+        # A file without blank lines is one paragraph. It is wrapped into lines of 200 characters.
         wrapped = [documents(textwrap.wrap(text, 200)) for text in texts]
         parts = [document for some in wrapped for document in some]
     if len(parts) < 2:
         characters = sum(map(len, parts))
         raise ValueError(
             f"'{path}' holds {characters} characters of text: give at least a few thousand, "
-            "some to train on and some to hold out"
+            "because some are held out"
         )
     return Corpus(tuple(parts))
 
 
 def cache_folder() -> Path:
-    """Makes the folder of prepared data if absent: `jvpipe` in XDG_CACHE_HOME or ~/.cache."""
+    """Returns the cache folder, `jvpipe` in XDG_CACHE_HOME or ~/.cache, and makes it if absent."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(caches) / "jvpipe"
     try:
@@ -98,14 +99,14 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that no reader ever sees a part of it."""
+    """Writes a file so that no reader ever sees an incomplete file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_bytes(content)
-    partial.replace(path)  # atomic, because it stays on one file system; the last writer wins
+    partial.replace(path)  # atomic within one file system; the last of several writers wins
 
 
 def _python_prose() -> Corpus:
-    """Gathers Python's prose once. Later installed packages do not change the data of a run."""
+    """Gathers Python's prose once, so that packages installed later do not change a run's data."""
     path = cache_folder() / "python-prose.txt"
     if not path.exists():
         from jvpipe.models.prose import gather_prose
@@ -115,7 +116,7 @@ def _python_prose() -> Corpus:
 
 
 def files_under(path: Path) -> list[Path]:
-    """Returns the text files in a folder and below, sorted by path. A file returns itself.
+    """Returns the text files in a folder and below, sorted by path; for a file, only this file.
 
     Raises:
         ValueError: the path does not exist, or has no text files.
@@ -130,7 +131,8 @@ def files_under(path: Path) -> list[Path]:
     files = sorted(file for file in named if file.is_file())
     if not files:
         raise ValueError(
-            f"there is no {', '.join(SUFFIXES)} file in '{path}' or below: name a file itself"
+            f"there is no {', '.join(SUFFIXES)} file in '{path}' or below: add some, or give the "
+            "path of a file with another suffix"
         )
     return files
 

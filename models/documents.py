@@ -1,4 +1,4 @@
-"""Documents to train on: texts or conversations, from files or streamed from a hub."""
+"""Documents to train on: texts or conversations, read from files or streamed from the hub."""
 
 import json
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from jvpipe.models.tokens import pack
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as texts. A conversation is a text in JSON.
+    """Documents as strings. A conversation is a string of JSON.
 
     Attributes:
-        first: the documents to train on; if there is a stream, those at its beginning.
+        first: the documents to train on; if there is a stream, the documents at its beginning.
         held_out: documents that are never trained on.
-        digest: the SHA-256 of `first` and `held_out`.
-        stream: the documents to train on, one after another; None if `first` has all of them.
+        digest: a SHA-256 digest of `first` and `held_out`.
+        stream: a stream of all documents to train on; None if `first` has all of them.
     """
 
     first: Sequence[str]
@@ -43,7 +43,7 @@ class Documents:
 
 @runtime_checkable
 class Form(Protocol):
-    """A way to make records of documents: arrays whose last axis counts tokens."""
+    """A way to turn documents into records, which are arrays whose last axis counts tokens."""
 
     @property
     def field(self) -> str:
@@ -52,7 +52,7 @@ class Form(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of this form in the cache, where other forms have records of the same text."""
+        """The name of this form in the cache, where each form has its own records of a text."""
         ...
 
     def records(self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
@@ -68,7 +68,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """One text after another, cut wherever a record is full."""
+    """Texts one after another, split wherever a record is full."""
 
     field = TEXT
     name = "packed"
@@ -82,7 +82,7 @@ class Packed:
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Makes the records of texts that come one by one."""
+        """Makes the records of a stream of texts."""
         return PackedTexts(documents, tokenizer, tokens)
 
 
@@ -91,14 +91,15 @@ PACKED = Packed()
 
 
 def open_documents(path: Path | None, field: str = TEXT) -> Documents:
-    """Opens the texts or conversations of a path or a hub; if None, the prose that Python carries.
+    """Opens texts or conversations of a path or of the hub; if None, the prose of Python.
 
     Args:
-        path: a file or folder. If it does not exist, `owner/name` on a hub, which is streamed.
+        path: a file or folder, or else the name of a data set on the hub, `owner/name`, which is
+            streamed.
         field: `text`, or `messages` for conversations.
 
     Raises:
-        ValueError: what `open_corpus` and `data_set` raise.
+        ValueError: as in `open_corpus` and `data_set`.
     """
     if path is not None and is_name(path):
         return _streamed(path, field)
@@ -108,7 +109,7 @@ def open_documents(path: Path | None, field: str = TEXT) -> Documents:
 
 
 def are_conversations(path: Path | None) -> bool:
-    """Tells whether data has `messages` and no `text`. Only its first row or line is read."""
+    """Tells whether data has `messages` and no `text`, from its first row or line."""
     if path is None:
         return False
     if is_name(path):
@@ -123,7 +124,8 @@ def _conversations(path: Path) -> Corpus:
     ]
     if len(conversations) < 2:
         raise ValueError(
-            f"'{path}' has {len(conversations)} conversations: give two at least, some are held out"
+            f"'{path}' has {len(conversations)} conversations: give at least two, because some are "
+            "held out"
         )
     return Corpus(tuple(map(json.dumps, conversations)))
 
@@ -141,6 +143,6 @@ def _streamed(name: Path, field: str) -> Documents:
     head = read_head(rows, str(name))
     held_out = list(map(document, head.held_out))
     first = list(map(document, head.first))
-    # The stream begins after the held-out rows, so it yields `first` again.
+    # The stream starts right after the held-out rows, so it yields `first` again.
     stream = Rows(rows, len(held_out)).map(document)
     return Documents(first, held_out, head.digest, stream)

@@ -1,6 +1,6 @@
 """Regularized evolution (Real et al. 2019, arXiv:1802.01548, algorithm 1).
 
-It is an endless stream of architectures, steered by the loss of each one.
+It yields an endless stream of architectures, and the reported losses steer the stream.
 """
 
 import math
@@ -11,15 +11,15 @@ import numpy as np
 from jvpipe.models.architecture import Architecture, SearchSpace
 
 Member = tuple[Architecture, float]
-"""A trained architecture and its loss, the less the better."""
+"""A trained architecture and its loss."""
 
 
 class RegularizedEvolution:
-    """An endless iterator over architectures. Its user trains each one and reports its loss.
+    """An endless iterator over architectures. The caller trains each one and reports its loss.
 
-    The first `population` architectures are random. Each later one mutates the best of a
-    tournament: `sample` members, drawn from the population with replacement. A reported
-    architecture joins the population, and the oldest member leaves.
+    The first `population` architectures are random. Each later one is a mutation of the best of
+    `sample` members, which are drawn from the population with replacement. A reported architecture
+    joins the population. If the population is full, its oldest member leaves.
 
     The stream depends only on the seed and the reports. To resume a search, make the same reports
     again.
@@ -50,7 +50,7 @@ class RegularizedEvolution:
         """Returns the next architecture to train.
 
         Raises:
-            ValueError: `population` architectures have been returned, and no loss was reported.
+            ValueError: `population` architectures have been returned, but no loss was reported.
         """
         size = self._members.maxlen or 0
         if self._drawn < size:
@@ -58,18 +58,19 @@ class RegularizedEvolution:
             return self.space.random(self._rng)
         if not self._members:
             raise ValueError(
-                f"{size} architectures were given and no loss was reported: call report() for each"
+                f"{size} architectures were returned, but no loss was reported: call report() for "
+                "each of them"
             )
-        # With replacement, as in the paper. If a tournament draws only the worst member, it
-        # wins.
+        # Members are drawn with replacement, as in the paper. So the worst member wins if all draws
+        # give it.
         chosen = self._rng.integers(len(self._members), size=self._sample)
         tournament = [self._members[int(i)] for i in chosen]
         parent, _ = min(tournament, key=_loss)
         return self.space.mutate(parent, self._rng)
 
     def report(self, architecture: Architecture, loss: float) -> None:
-        """Adds a trained architecture to the population. A loss that is NaN counts as the worst."""
-        # A full queue drops its oldest member, however good it is (the paper's aging, section 3).
+        """Adds a trained architecture to the population. A loss of NaN counts as infinite."""
+        # A full queue drops its oldest member even if that is the best one ("aging", section 3).
         ranked = math.inf if math.isnan(loss) else loss
         self._members.append((architecture, ranked))
 

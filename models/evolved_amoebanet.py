@@ -1,16 +1,17 @@
-"""A search space of image models, made of AmoebaNet's operations, in plain JAX.
+"""A search space of image models with AmoebaNet's operations, in plain JAX.
 
 Axes: B batch, Y and X of an image, C channels.
 
-A block projects its input x by a convolution. It returns x + left(x) + right(projection of x). The
-operation `none` returns the projection itself, as in AmoebaNet's cells. Groups have equally many
-blocks of equal shapes. Reductions between groups halve the image and double the channels.
+A block applies a convolution to its input x, the projection. It returns x + left(x) +
+right(projection of x). The operation `none` returns the projection unchanged. All groups have
+equally many slots, and the blocks of a group have equal shapes. Reductions between groups halve the
+image and double the channels.
 
-A mutation of a block must not change the layers of its neighbors, because layers that stay
-the same are not compiled again. So unlike a cell, a block does not read its predecessor's
-input. With a value that skips the block, layers might span the block and its neighbors. For
-the same reason, the parts between blocks begin with a convolution. Batch norm uses the
-statistics of the batch and stores none.
+A mutation of a block must not change the layers of its neighbors, because unchanged layers are not
+compiled again. So unlike a cell, a block does not read its predecessor's input: with a value that
+skips a block, a layer might span the block and its neighbors. For the same reason, the parts
+between blocks begin with a convolution. Batch norm uses the statistics of the batch and keeps no
+running averages.
 """
 
 import zlib
@@ -46,7 +47,7 @@ class EvolvedAmoebaNetConfig(ClassConfig):
     """The shape of the model.
 
     Attributes:
-        slots: the number of slots, of which all groups have equally many.
+        slots: the number of slots; all groups have equally many of them.
         filters: the channels of the first group.
         side: the side of an image.
         groups: the number of groups.
@@ -86,9 +87,10 @@ Chain = tuple[Convolution, ...]
 
 
 def through(chain: Chain, p: Any, x: Image) -> Image:
-    """Runs an image through a chain of convolutions, which norm by the batch's statistics."""
+    """Applies a chain of convolutions whose batch norms use the batch's statistics."""
     for i, unit in enumerate(chain):
-        # Training writes the averages but does not read them, so fresh ones do no harm.
+        # In training, batch norm does not read the averages, so initial ones are passed and
+        # dropped.
         x, _ = unit(p[str(i)], unit.averages(), x, True)
     return x
 
@@ -99,7 +101,7 @@ def init(chain: Chain, key: jax.Array) -> Any:
 
 
 def block_chains(block: Block, channels: int) -> dict[str, Chain]:
-    """Returns the convolutions of a block. Those in `right` read the result of `project`."""
+    """Returns the convolutions of a block. The chain `right` reads the result of `project`."""
     return {
         "left": convolutions(block.left, channels, 1),
         "project": (Convolution(channels, channels),),
@@ -111,9 +113,9 @@ def run_block(block: Block, p: Any, x: Image) -> Image:
     """Returns the image after a block."""
     chains = block_chains(block, x.shape[3])
     projected = through(chains["project"], p["project"], x)
-    right = through(chains["right"], p.get("right", {}), projected)  # a pooling has no chain
+    right = through(chains["right"], p.get("right", {}), projected)  # empty chain for a pooling
     left = through(chains["left"], p["left"], x)
-    pool = POOLINGS.get(block.right, unpooled)  # a chain has no pooling
+    pool = POOLINGS.get(block.right, unpooled)  # unchanged if the operation is a chain
     return x + left + pool(right, 1)
 
 
@@ -144,8 +146,8 @@ def params_of(
     """
 
     def leaf(*names: str) -> jax.Array:
-        # A checksum of the path, not a count: a mutation must not change other parts'
-        # numbers.
+        # The number is a checksum of the path, not a count, because a mutation must not change the
+        # numbers of other parts.
         return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
 
     parts: dict[str, dict[str, Chain]] = {}
@@ -164,9 +166,10 @@ def params_of(
 
 
 def loss_of(config: EvolvedAmoebaNetConfig, architecture: Architecture) -> LossFunction:
-    """Makes `loss_fn(params, batch, rng)`, the loss of classes under an architecture.
+    """Makes `loss_fn(params, batch, rng)`, the classification loss of an architecture.
 
-    The batch is as in `vision.class_loss`, with `images` [B, Y, X, 3] float32.
+    The batch has `targets` and `weights` as in `vision.class_loss`, and `images` [B, Y, X, 3]
+    float32.
     """
     blocks = tuple(architecture.blocks())
 
@@ -185,7 +188,7 @@ def loss_of(config: EvolvedAmoebaNetConfig, architecture: Architecture) -> LossF
 
 
 def default_architecture(config: EvolvedAmoebaNetConfig) -> Architecture:
-    """Returns blocks of operations that are frequent in AmoebaNet's cells."""
+    """Returns blocks with operations that are frequent in AmoebaNet's cells."""
     pair = (Block("conv_1x7_7x1", "max_pool_3x3"), Block("conv_1x1", "avg_pool_3x3"))
     return Architecture(tuple(pair[slot % 2] for slot in range(config.slots)))
 
@@ -204,8 +207,8 @@ def supernet(config: EvolvedAmoebaNetConfig) -> Supernet:
 def workload(size: str | None = None, **options: Any) -> Workload:
     """Makes an evolved AmoebaNet of a size (`tiny`, `mini`; `mini` by default).
 
-    `options` replace fields of `EvolvedAmoebaNetConfig`. A plain training trains the default
-    architecture, and a search uses `.supernet`.
+    `options` replace fields of `EvolvedAmoebaNetConfig`. Training without a search uses the default
+    architecture; a search uses `.supernet`.
     """
     return sized(
         "evolved-amoebanet",

@@ -1,15 +1,15 @@
 """A search space of causal language models like the Evolved Transformer (arXiv:1901.11117).
 
-It is in Flax NNX. Axes: B batch, T tokens, D model, K width of a convolution.
+The models use Flax NNX. Axes: B batch, T tokens, D model, K width of a convolution.
 
 A block adds the results of its left and its right branch to its input. Embeddings, head and data
-are GPT-2's. The operations of a branch, with examples of sizes and activations:
+are GPT-2's. A branch has one of these operations, here with an example of a size and an activation:
 
     attention4     attention with 4 heads
     glu            a gated linear unit
     conv7_relu     a separable convolution over the last 7 tokens
     ffn4_swish     a feed-forward network of 4 D units
-    none           nothing
+    none           no operation; the branch adds nothing
 """
 
 import re
@@ -57,10 +57,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swish": jax.nn.silu,
 }
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
-"""The two blocks that together are an ordinary block of a transformer."""
+"""Two blocks that together make an ordinary block of a transformer."""
 LAST = Block("ffn1_relu", "none")
-"""The fixed last block. The head's norm is in its last layer. Without this block, the norm would be
-in a layer of a block that may be removed.
+"""The fixed last block. The head's norm shares a layer with the end of the block before it. That
+block must therefore be one that a search cannot remove.
 """
 
 
@@ -81,7 +81,7 @@ SIZES = {
 
 
 class Glu(nnx.Module):
-    """A gated linear unit: a linear map, times the sigmoid of another one."""
+    """A gated linear unit: a linear map, times the sigmoid of another linear map."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
         D = config.width
@@ -98,7 +98,7 @@ class SeparableConvolution(nnx.Module):
 
     def __init__(self, config: Gpt2Config, K: int, activation: str, *, rngs: nnx.Rngs) -> None:
         D, dtype = config.width, jnp.dtype(config.dtype)
-        # Each channel is a group: D K numbers in all, while a full convolution has D D K.
+        # Each channel is a group, so there are D K parameters; a full convolution would have D D K.
         self.channels = nnx.Conv(
             D, D, (K,), padding="CAUSAL", feature_group_count=D, dtype=dtype, rngs=rngs
         )
@@ -106,7 +106,7 @@ class SeparableConvolution(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Mixes each token with those before it."""
+        """Mixes each token with the tokens before it."""
         return self.output(ACTIVATIONS[self.activation](self.channels(x)))
 
 
@@ -122,7 +122,7 @@ class FeedForward(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Maps each token alone."""
+        """Maps each token separately."""
         return self.contract(ACTIVATIONS[self.activation](self.expand(x)))
 
 
@@ -132,7 +132,7 @@ def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
     Raises:
         ValueError: there is no such operation.
     """
-    # A name is a kind, then a size and an activation if given: conv7_relu, attention4, glu.
+    # A name is a kind, then optionally a size and an activation: conv7_relu, attention4, glu.
     match = re.fullmatch(r"([a-z]+)(\d*)(?:_([a-z]+))?", name)
     kind, size, activation = match.groups() if match else ("", "", None)
     match kind:
@@ -178,7 +178,7 @@ class TwoBranches(nnx.Module):
 
 @cache
 def block_kind(config: EvolvedTransformerConfig, block: Block) -> Kind:
-    """Returns the kind of module of a block. The cache makes and traces each kind only once."""
+    """Returns the kind of module of a block. Each kind is made and traced only once."""
     return Kind(lambda rngs: TwoBranches(config, block, rngs=rngs))
 
 
@@ -208,8 +208,8 @@ def params_of(
     kinds = dict(end_kinds(config))
     for _, name, block in architecture.blocks():
         kinds[name] = kind_of(config, block)
-    # A checksum of the name, not a count: a mutation must not change the numbers of other
-    # parts.
+    # The number is a checksum of the name, not a count, because a mutation must not change the
+    # numbers of other parts.
     params = {}
     for name, kind in kinds.items():
         number = zlib.crc32(name.encode())
@@ -220,9 +220,9 @@ def params_of(
 def loss_of(
     config: EvolvedTransformerConfig, architecture: Architecture, kind_of: KindOf = block_kind
 ) -> LossFunction:
-    """Makes `loss_fn(params, batch, rng)`, the loss of next tokens under an architecture.
+    """Makes `loss_fn(params, batch, rng)`, the next-token loss of an architecture.
 
-    The batch is that of GPT-2.
+    The batch is as for GPT-2 (`gpt2.loss_function`).
     """
     ends, blocks = end_kinds(config), tuple(architecture.blocks())
 
@@ -238,7 +238,8 @@ def loss_of(
         x = embeddings(batch["tokens"], key(0))
         for slot, name, block in blocks:
             module = kind_of(config, block).module(params[name])
-            # The key depends on the slot, so adding or removing another block does not change it.
+            # The key depends only on the slot, so adding or removing another block does not change
+            # it.
             x = module(x, key(2 + slot))
         x = ends["last"].module(params["last"])(x, key(1))
         logits = ends["head"].module(params["head"])(x, embeddings.tokens)
@@ -248,14 +249,14 @@ def loss_of(
 
 
 def default_architecture(config: EvolvedTransformerConfig) -> Architecture:
-    """Returns the blocks of a plain transformer: attention and feed-forward networks in turn."""
+    """Returns the blocks of a plain transformer: attention and feed-forward networks alternate."""
     return Architecture(tuple(GPT[slot % 2] for slot in range(config.blocks)))
 
 
 def supernet(config: EvolvedTransformerConfig, kind_of: KindOf = block_kind) -> Supernet:
     """Makes the space of all architectures that fill at least half of the slots.
 
-    Attention whose number of heads does not divide D is left out.
+    The space leaves out attention whose number of heads does not divide D.
     """
 
     def fits(operation: str) -> bool:
@@ -275,8 +276,8 @@ def supernet(config: EvolvedTransformerConfig, kind_of: KindOf = block_kind) -> 
 def workload(size: str | None = None, **options: Any) -> Workload:
     """Makes an evolved transformer of a size (`tiny`, `mini`, `small`; `mini` by default).
 
-    `options` replace fields of `EvolvedTransformerConfig`. A plain training trains the default
-    architecture, and a search uses `.supernet`.
+    `options` replace fields of `EvolvedTransformerConfig`. Training without a search uses the
+    default architecture; a search uses `.supernet`.
     """
     return sized(
         "evolved-transformer",

@@ -1,4 +1,4 @@
-"""Replaces fields of a model's configuration by a user's options."""
+"""Replaces fields of a model's configuration with a user's options."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,19 +8,19 @@ from jvpipe.util.names import did_you_mean
 
 Config = TypeVar("Config")
 _ALSO = {"sequence_length": "tokens"}
-"""Other names of fields: if a configuration lacks the first name, the second one is meant."""
+"""Aliases: if a configuration lacks a field of the first name, the name means the second one."""
 
 
 def with_fields(kind: str, config: Config, named: Mapping[str, Any]) -> Config:
-    """Replaces fields of a dataclass. A text becomes a value of the type that the field has.
+    """Replaces fields of a dataclass. A text is converted to the type of the field's present value.
 
     Args:
         kind: the name of the model, for messages.
-        config: a dataclass.
+        config: an instance of a dataclass.
         named: values by field name. `sequence_length` may also stand for `tokens`.
 
     Raises:
-        ValueError: a field does not exist, a text cannot be converted, or the configuration refuses
+        ValueError: a field does not exist, a text cannot be converted, or the configuration rejects
             a value.
 
     >>> @dataclasses.dataclass
@@ -42,12 +42,12 @@ def with_fields(kind: str, config: Config, named: Mapping[str, Any]) -> Config:
             raise ValueError(did_you_mean(f"option of {kind}", name, fields))
         present = getattr(chosen, field_name)
         values[field_name] = _read(f"{field_name} of {kind}", value, present)
-    # All at once: __post_init__ checks fields against each other, and some only fit together.
+    # All fields are replaced at once, because __post_init__ checks whether they fit together.
     return dataclasses.replace(chosen, **values)
 
 
 def _read(where: str, value: Any, present: Any) -> Any:
-    """Converts a text to the type of a field's present value. Values that are not texts stay."""
+    """Converts a text to the type of a field's present value; returns other values unchanged."""
     if not isinstance(value, str) or isinstance(present, str):
         return value
     match present:
@@ -64,13 +64,13 @@ def _read(where: str, value: Any, present: Any) -> Any:
         case None if value.lower() in ("true", "false"):
             return value.lower() == "true"
         case None:
-            # None does not tell the type: try a whole number, then a number, then keep the text.
+            # None does not show the type, so a whole number is tried, then a number, then the text.
             numbers = (_number(kind, value) for kind in (int, float))
             return next((number for number in numbers if number is not None), value)
         case _:
             raise ValueError(
-                f"{where} is {present!r}, which no text can replace: only numbers, texts, true "
-                "and false"
+                f"{where} is {present!r}, which a text cannot replace: a text can only replace "
+                "numbers, texts, true and false"
             )
 
 

@@ -1,6 +1,6 @@
-"""Checks the config.json of a folder of weights: every key is read, or known to change nothing.
+"""Checks the config.json of a folder of weights: every key must be read or be known as harmless.
 
-To allow a key for all kinds of models, add it to one of the lists below.
+To allow a key for all types of models, add it to one of the lists below.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ SAMPLING = (
     "top_p",
     "typical_p",
 )
-"""Keys that say how a trained model writes texts."""
+"""Keys that determine how a trained model generates text."""
 TOKENS = (
     "bos_token_id",
     "decoder_start_token_id",
@@ -60,7 +60,7 @@ TASKS = (
     "task_specific_params",
     "_num_labels",
 )
-"""Keys of the heads of other tasks, which we do not have."""
+"""Keys for the heads of tasks that jvpipe's models do not have."""
 EXECUTION = (
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -86,19 +86,19 @@ EXECUTION = (
     "use_bfloat16",
     "use_cache",
 )
-"""Keys that say how transformers finds and runs a model."""
+"""Keys that determine how transformers finds and runs a model."""
 HARMLESS = (*SAMPLING, *TOKENS, *TASKS, *EXECUTION)
-"""Keys that do not change what any of our models computes."""
+"""Keys that do not change what any of jvpipe's models computes."""
 _PLAIN = (
     ("cross_attention_hidden_size", None),
     ("pruned_heads", {}, None),
     ("tie_encoder_decoder", False),
 )
-"""Keys that change nothing as long as they have one of the values that stand after them here."""
+"""Keys that change nothing as long as they have one of the values listed after them."""
 
 
 class Settings(Mapping[str, Any]):
-    """The settings of a config.json, or of a part of it. It remembers which keys were read."""
+    """The settings of a config.json, or of a part of it, with a record of which keys were read."""
 
     def __init__(self, settings: Mapping[str, Any], where: str = "config.json") -> None:
         self._told, self._asked, self._where = settings, set[str](), where
@@ -114,7 +114,7 @@ class Settings(Mapping[str, Any]):
         return len(self._told)
 
     def only(self, key: str, *values: Any) -> None:
-        """Checks a setting for which our model allows only `values`. The first is the default.
+        """Checks a setting for which our model supports only `values`. The first is the default.
 
         Raises:
             ValueError: the setting has another value.
@@ -122,24 +122,24 @@ class Settings(Mapping[str, Any]):
         if self.get(key, values[0]) not in values:
             known_values = " or ".join(map(repr, values))
             raise ValueError(
-                f"{self._where} has {key} {self[key]!r}: of such models only {known_values} is "
-                "known"
+                f"{self._where} has {key} {self[key]!r}: only {known_values} is supported for "
+                "models of this type"
             )
 
     def all_understood(self, harmless: tuple[str, ...]) -> None:
-        """Checks that each setting was read, or changes nothing.
+        """Checks that each setting was read or is harmless.
 
         Args:
-            harmless: keys, beside those of `HARMLESS`, that change nothing for this kind of model.
+            harmless: keys that change nothing for this type of model, in addition to `HARMLESS`.
 
         Raises:
-            ValueError: a setting is not understood; the message has its key and value.
+            ValueError: a setting was not read and may matter; the message has its key and value.
         """
         for key, *values in _PLAIN:
             self.only(key, *values)
-        # An unknown key is refused, because it may make a newer model compute something else.
+        # An unknown key is an error, because with it a newer model may compute something else.
         for key in sorted(self._told.keys() - self._asked - {*HARMLESS, *harmless}):
             raise ValueError(
-                f"{self._where} has {key} {self._told[key]!r}, which is not known here: what the "
-                "model computes may depend on it; if it does not, take the key out of the file"
+                f"{self._where} has {key} {self._told[key]!r}, which jvpipe does not know: the "
+                "model may depend on it; if it does not, remove the key from the file"
             )

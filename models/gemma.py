@@ -1,7 +1,7 @@
-"""Gemma 1, 2 and 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), as kinds of Llama.
+"""Gemma 1, 2 and 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), as variants of Llama.
 
 They differ from Llama as follows. Norms multiply by one plus their scale, embeddings are multiplied
-by the root of the width, and GELU gates the feed-forward network. From Gemma 2 on, norms stand
+by the square root of the width, and GELU gates the feed-forward network. Since Gemma 2, norms come
 before and after each sublayer, and some blocks attend only to a window of tokens.
 """
 
@@ -29,7 +29,7 @@ _FIRST = LlamaConfig(
     offset_norms=True,
     scaled_embedding=True,
 )
-# Gemma 2: every second block sees only a window of tokens (L), the others see all (G).
+# Gemma 2: every second block (L) sees only a window of tokens, and the others (G) see all tokens.
 # Scores and logits are capped.
 _SECOND = replace(
     _FIRST,
@@ -63,7 +63,7 @@ _THIRD = replace(
 )
 _TINY = {"width": 16, "heads": 4, "groups": 2, "hidden": 24, "vocabulary": 300, "tokens": 8}
 SIZES = {
-    # The window is half of the record, so that a local block differs from a global one.
+    # The window is half a record, so that local blocks differ from global ones.
     "tiny": replace(_THIRD, blocks=4, head_width=6, window=4, spans="LG", score_width=6.0, **_TINY),
     "mini": replace(
         _FIRST,
@@ -82,13 +82,13 @@ SIZES = {
     "2-9b": replace(_SECOND, blocks=42, width=3584, heads=16, groups=8, hidden=14336),
     "3-1b": _THIRD,
 }
-"""Gemma 2B and 7B, Gemma 2 2B and 9B, Gemma 3 1B."""
+"""Two small models, then Gemma 2B and 7B, Gemma 2 2B and 9B, and Gemma 3 1B."""
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes Gemma, by default `mini`, of a size (`tiny`, `mini`, `2b`, `7b`, `2-2b`, `2-9b`,
-    `3-1b`).
+    """Makes a Gemma of a size; `mini` by default.
 
-    `options` replace fields of `LlamaConfig`.
+    The sizes are `tiny`, `mini`, `2b`, `7b`, `2-2b`, `2-9b` and `3-1b`. `options` replace fields of
+    `LlamaConfig`.
     """
     return family("gemma", SIZES, size, options)

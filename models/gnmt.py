@@ -3,22 +3,22 @@
 Axes: B batch, T tokens of a source sentence and of its translation, D model, I inputs of a layer, G
 = 4 D gates, V vocabulary.
 
-The encoder's first layer reads in both directions. In both halves, from the third layer on,
-a layer adds its input to its output. The decoder's first layer attends to the encoder at
-each step, and all layers above it read the result. In the paper, the first layer also reads
-the result of the step before. Here it does not, as in PipeDream's GNMT. So attention needs
-no loop over steps, and layers run one after another. Attention scores come from a hidden
-layer, whose output vector has a learned length (arXiv:1602.07868).
+The encoder's first layer reads in both directions. In the encoder and in the decoder, each layer
+from the third on adds its input to its output. The decoder's first layer attends to the encoder at
+each step, and all layers above it read the result. In the paper, the first layer also reads the
+attention result of the previous step. Here it does not, as in PipeDream's GNMT. So attention needs
+no loop over steps, and layers run one after another. Attention scores come from a network with one
+hidden layer, whose output vector has a learned length (arXiv:1602.07868).
 
     inputs ── source ── first (both ways) ── second ── encoder ... ──┐ read [B, T, D]
     tokens ── target ── first ───────────────────────────────── attention ──┬──────┬─── ...
                           └───────────────────────────────────── second ── third ── ... ── head
 
-The size 16 has 8 layers in each half and 290.6M parameters, published as 291M. That count
-needs separate tables for both languages and the output, with 36,548 tokens. This is about
-the number that 32,000 merges give for WMT's English and German. With 32,000 tokens there
-are 276.7M parameters. With 36,548 tokens, but one table for both languages, there are
-253.2M.
+The size 16 has 8 layers each in the encoder and the decoder, and 290.6M parameters, published as
+291M. That count results from 36,548 tokens and separate tables for the two languages and the
+output. About 36,548 tokens result from 32,000 merges for WMT's English and German. With 32,000
+tokens there would be 276.7M parameters. With 36,548 tokens, but one table for both languages, there
+would be 253.2M.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ from jvpipe.models.workload import Workload, sized
 
 @dataclass(frozen=True, kw_only=True)
 class GnmtConfig(TranslatorConfig):
-    """The shape of a GNMT. `blocks` is the number of layers of the encoder, and of the decoder."""
+    """The shape of a GNMT. The encoder and the decoder have `blocks` layers each."""
 
     vocabulary: int = 36548
     tokens: int = 50
@@ -55,7 +55,7 @@ class GnmtConfig(TranslatorConfig):
         super().__post_init__()
         if self.blocks < 2:
             raise ValueError(
-                f"blocks={self.blocks}: encoder and decoder have two layers each at least"
+                f"blocks={self.blocks} is too small: encoder and decoder need two layers each"
             )
 
 
@@ -82,7 +82,7 @@ State = Float[Array, "B D"]
 
 
 class Lstm(nnx.Module):
-    """A layer of LSTM cells, as a scan over time. With `context`, it reads a second input."""
+    """A layer of LSTM cells, as a scan over time; it reads a second input if it has a `context`."""
 
     def __init__(
         self, config: GnmtConfig, inputs: int, *, context: bool = False, rngs: nnx.Rngs
@@ -93,7 +93,7 @@ class Lstm(nnx.Module):
         self.state = linear(config, rngs, D, 4 * D, bias=False)
 
     def __call__(self, x: Float[Array, "B T I"], attended: Vectors | None = None) -> Vectors:
-        """Returns the cells' outputs at each step. Their state begins with zeros."""
+        """Returns the cells' outputs at each step. The initial state is zero."""
 
         def step(
             state: tuple[State, State], gates_in: Float[Array, "B G"]
@@ -106,11 +106,11 @@ class Lstm(nnx.Module):
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
 
-        # One product for all steps computes what does not depend on the state: [B, T, 4 D].
+        # The part of the gates that does not depend on the state is one product for all steps.
         read = self.inputs(x)
         if self.context is not None and attended is not None:
             read = read + self.context(attended)
-        inputs = jnp.swapaxes(read, 0, 1)  # a scan goes along the first axis: [T, B, 4 D]
+        inputs = jnp.swapaxes(read, 0, 1)  # [T, B, 4 D], because a scan runs along the first axis
         kernel = self.state.kernel[...].astype(inputs.dtype)
         zeros = jnp.zeros((x.shape[0], kernel.shape[0]), inputs.dtype)
         _, outputs = jax.lax.scan(step, (zeros, zeros), inputs)
@@ -118,7 +118,7 @@ class Lstm(nnx.Module):
 
 
 class BothWays(nnx.Module):
-    """A layer that reads forward, beside one that reads backward from the end of each sentence."""
+    """Two layers side by side: one reads forward, one backward from the end of each sentence."""
 
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         self.forward = Lstm(config, config.width, rngs=rngs)
@@ -128,7 +128,7 @@ class BothWays(nnx.Module):
     def __call__(self, x: Vectors, lengths: Int[Array, "B"], key: Key) -> Float[Array, "B T 2*D"]:
         """Returns the outputs of both layers side by side."""
         x = dropped(self.dropout, x, key)
-        # Reversed again, so that the output for a token is at that token's position.
+        # The result is reversed again, so that the output for a token is at the token's position.
         back = turned(self.backward(turned(x, lengths)), lengths)
         return jnp.concatenate([self.forward(x), back], -1)
 
@@ -142,7 +142,7 @@ def turned(x: Vectors, lengths: Int[Array, "B"]) -> Vectors:
 
 
 class Layer(nnx.Module):
-    """An LSTM with dropout. If it `adds`, its input is added to its output."""
+    """An LSTM with dropout. If `adds`, the layer adds its input to its output."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Layer(nnx.Module):
 
         Args:
             x: the inputs.
-            rest: the result of attention, if the layer has a `context`, then the key.
+            rest: the result of attention, only if the layer has a `context`; then the key.
         """
         *attended, key = rest
         y = self.lstm(dropped(self.dropout, x, key), *attended)
@@ -170,7 +170,7 @@ class Layer(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention of the decoder's steps to the encoder's, by a network with one hidden layer."""
+    """Attention of the decoder's steps to the encoder's steps, scored by a small network."""
 
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         D = config.width
@@ -181,7 +181,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Vectors, read: Vectors, lengths: Int[Array, "B"]) -> Vectors:
         """Mixes the vectors of `read` for each step of `x`. `lengths` hides padding of `read`."""
-        # All pairs of steps of decoder and encoder, [B, T, T, D]: the model's largest array.
+        # `hidden` has all pairs of a decoder step and an encoder step: [B, T, T, D], the largest
+        # array of the model.
         queries = self.queries(x)[:, :, None]
         keys = self.keys(read)[:, None]
         hidden = jnp.tanh(queries + keys)
@@ -195,7 +196,7 @@ class Attention(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Maps the vector of a decoder's step to logits of the next token."""
+    """Maps the vector of a decoder step to the logits of the next token."""
 
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         self.output = linear(config, rngs, config.width, config.vocabulary)
@@ -206,7 +207,7 @@ class Head(nnx.Module):
 
 
 def parts(config: GnmtConfig) -> Parts:
-    """Lists the kinds of modules. `encoder` and `decoder` are the layers from the third on."""
+    """Lists the kinds of modules. `encoder` and `decoder` are for the layers from the third on."""
     D = config.width
     kinds: dict[str, Any] = {
         "source": Embeddings,
@@ -240,8 +241,8 @@ def logits_function(config: GnmtConfig) -> Logits:
         x = layer("encoder_second", x)  # [B, T, D]
         read = model.through("encoder", params["encoder"], x, key)
         y = layer("decoder_first", part("target", batch["tokens"]))
-        # Attention runs only once, so layers above follow one another. A cut there sends two arrays
-        # of [B, T, D]: y and `attended`.
+        # Attention runs only once, before the layers above. A cut between them sends two arrays of
+        # [B, T, D]: y and `attended`.
         attended = part("attention", y, read, lengths)
         y = layer("decoder_second", y, attended)
         y = model.through("decoder", params["decoder"], y, key, attended)
@@ -256,7 +257,7 @@ def loss_function(config: GnmtConfig) -> LossFunction:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes GNMT of a size (`tiny`, `mini`, and by layers `8`, `16`; `mini` by default).
+    """Makes a GNMT of a size (`tiny`, `mini`, `8` or `16` layers; `mini` by default).
 
     `options` replace fields of `GnmtConfig`.
     """

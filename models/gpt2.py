@@ -2,8 +2,8 @@
 
 Axes: B batch, T tokens, D model, H heads, V vocabulary.
 
-Layer norm stands before each sublayer and after the last block. Positions are learned. The output
-projection is the transposed token embedding.
+Layer norm comes before each sublayer and after the last block. Position embeddings are learned. The
+output projection is the transposed token embedding.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ SIZES = {
 
 
 class Embeddings(nnx.Module):
-    """The sum of a vector of the token and one of its position."""
+    """The sum of the vectors of a token and of its position."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary)
@@ -75,20 +75,20 @@ class Embeddings(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """Returns the vectors that the first block reads."""
         x = self.tokens(tokens)
-        places = jnp.arange(tokens.shape[1])  # [T], the first rows of a table that may have more
+        places = jnp.arange(tokens.shape[1])  # [T]; the table of positions may have more rows
         return dropped(self.dropout, x + self.positions(places)[None], key)
 
 
 class Head(nnx.Module):
-    """Maps the vector of a position to logits of the next token."""
+    """Maps the vector of a position to the logits of the next token."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
         self.norm, width, vocabulary = layer_norm(config, rngs), config.width, config.vocabulary
         self.output = None if config.tied else linear(config, rngs, width, vocabulary, bias=False)
 
     def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
-        """Returns logits in float32. If tied, the embedding of `tokens` is the projection."""
-        # The first layer and the last read a tied table. Their gradients of it are added.
+        """Returns logits in float32. If `tied`, the embedding of `tokens` is the projection."""
+        # The first and the last layer read a tied table, and their gradients are added.
         project = tokens.attend if self.output is None else self.output
         return project(normed(self.norm, x)).astype(jnp.float32)
 
@@ -101,8 +101,9 @@ def parts(config: Gpt2Config) -> Parts:
 def loss_function(config: Gpt2Config) -> LossFunction:
     """Makes `loss_fn(params, batch, rng)`, the loss of next tokens.
 
-    The batch holds `tokens` and `targets` [B, T] int32, and `weights` [B, T] float32, 0 for
-    padding. The loss has the `total` of the cross entropies in nats and the sum of the weights.
+    The batch holds `tokens` and `targets` [B, T] int32, and `weights` [B, T] float32, which are 0
+    for padding. The loss has the `total` of the cross entropies in nats, and the sum of the
+    weights.
     """
     return predicting(logits_function(config), config.dropout)
 
@@ -131,7 +132,7 @@ def abstract_batch(config: TextConfig, batch_size: int) -> dict[str, jax.ShapeDt
 def open_data(
     config: TextConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Opens text as records in which each token is predicted from those before it."""
+    """Opens text as records in which each token is predicted from the tokens before it."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.text import open_next_tokens
 
@@ -140,10 +141,10 @@ def open_data(
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `Gpt2Config` from config.json, and refuses what our model lacks."""
+    """Reads the fields of a `Gpt2Config` from config.json, and rejects unsupported settings."""
     dropout = settings.get("resid_pdrop", 0.1)
     settings.only("activation_function", "gelu_new")
-    # Our model has a single rate of dropout, so three different ones are refused.
+    # Our model has a single dropout rate, so the three rates must be equal.
     settings.only("embd_pdrop", dropout)
     settings.only("attn_pdrop", dropout)
     settings.only("scale_attn_weights", True)
@@ -174,7 +175,8 @@ def _sources(config: Gpt2Config) -> dict[str, Source]:
         sources |= linear_of("head.output", "lm_head", bias=False)
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"h.{i}"
-        # GPT-2 stores kernels as [inputs, outputs] (Conv1D), as we do, so they are not transposed.
+        # GPT-2's Conv1D stores kernels as [inputs, outputs], as our model does, so none is
+        # transposed.
         sources |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
         sources |= linear_of(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
         sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
@@ -203,11 +205,11 @@ FORMAT = Format(
     copies={"lm_head.weight": "wte.weight"},
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
 )
-"""GPT2LMHeadModel and GPT2Model. Masks of attention, which some folders store, are ignored."""
+"""GPT2LMHeadModel and GPT2Model. Attention masks, which some folders store, are ignored."""
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes GPT-2 of a size (`tiny`, `mini`, `small`, `medium`, `770m`; `mini` by default).
+    """Makes a GPT-2 of a size (`tiny`, `mini`, `small`, `medium`, `770m`; `mini` by default).
 
     `options` replace fields of `Gpt2Config`.
     """

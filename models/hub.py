@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face hub, by name: `owner/name`.
+"""Models and data sets of the Hugging Face hub, by their names `owner/name`.
 
 Folders of models are downloaded, and data sets are streamed.
 """
@@ -29,7 +29,7 @@ _FILES = (
 
 
 def is_name(name: str | Path) -> bool:
-    """Tells a name on a hub, `owner/name[@REVISION][:CONFIG]`, from the path of an existing file.
+    """Tells whether a name is `owner/name[@REVISION][:CONFIG]` on the hub, not an existing path.
 
     >>> is_name("Qwen/Qwen3-0.6B"), is_name("Salesforce/wikitext@main:wikitext-2-v1")
     (True, True)
@@ -41,9 +41,9 @@ def is_name(name: str | Path) -> bool:
 
 
 def model_folder(source: str | Path) -> Path:
-    """Returns the folder of a model: `source` itself, or if it is a name, a folder from the hub.
+    """Returns the folder of a model: `source` itself, or the downloaded folder if it is a name.
 
-    The hub's cache keeps downloaded models, which then need no network.
+    Downloaded models stay in the cache of huggingface-hub, so later calls need no network.
 
     Args:
         source: a path, or `owner/name[@REVISION]`.
@@ -57,14 +57,14 @@ def model_folder(source: str | Path) -> Path:
     with extra("hf"):
         import huggingface_hub
     name, revision, _ = _parts(source)
-    cure = f"where there is a network, hf download {name} --local-dir DIR gives a folder for it"
-    with _telling(f"there is no folder {source}, and the hub gives none of this name", cure):
+    cure = f"on a machine with a network, hf download {name} --local-dir DIR makes a folder of it"
+    with _telling(f"there is no folder {source}, and the hub gave no model", cure):
         download: Any = huggingface_hub.snapshot_download
         return Path(download(name, revision=revision, allow_patterns=[*_FILES]))
 
 
 def pinned(name: str, folder: Path) -> str:
-    """Adds the downloaded revision to a model's name, so that a resumed run reads the same weights.
+    """Adds the downloaded revision to a model's name, so that a resumed run uses the same weights.
 
     >>> pinned("owner/name", Path("snapshots/0a1b")), pinned("base", Path("base"))
     ('owner/name@0a1b', 'base')
@@ -75,13 +75,13 @@ def pinned(name: str, folder: Path) -> str:
 
 
 def data_set(source: str | Path) -> Callable[[], Any]:
-    """Opens a data set of a hub for streaming.
+    """Opens a data set of the hub for streaming.
 
     Args:
         source: `owner/name[@REVISION][:CONFIG]`. Only the split `train` is read.
 
     Returns:
-        A function that opens the stream at its first row, as often as it is called.
+        A function; each call opens the stream at its first row.
 
     Raises:
         ValueError: there is no such data set, or the hub cannot be reached.
@@ -90,8 +90,8 @@ def data_set(source: str | Path) -> Callable[[], Any]:
     with extra("hf"):
         datasets = importlib.import_module("datasets")  # not every checkout has it
     name, revision, config = _parts(source)
-    cure = "a folder of .jsonl, .parquet or text files is read without a network"
-    with _telling(f"there is no file or folder {source}, and the hub gives no data set", cure):
+    cure = "without a network, give a folder of .jsonl, .parquet or text files"
+    with _telling(f"there is no file or folder {source}, and the hub gave no data set", cure):
         rows: Any = datasets.load_dataset(
             name, config, split="train", streaming=True, revision=revision
         )
@@ -107,7 +107,7 @@ def _parts(name: str | Path) -> tuple[str, str | None, str | None]:
 
 @contextmanager
 def _telling(subject: str, cure: str) -> Iterator[None]:
-    """Turns any error of libraries, network or hub into a ValueError of one line."""
+    """Turns any error of the libraries, the network or the hub into a ValueError of one line."""
     try:
         yield
     except Exception as problem:  # the libraries share no base class of errors

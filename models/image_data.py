@@ -1,4 +1,4 @@
-"""Images as training data: shuffled again each epoch, with some held out."""
+"""Images as training data: reshuffled in each epoch, with some images held out."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from jvpipe.models.workload import Batch, Batches, Data
 
 
 class Parts(NamedTuple):
-    """The images to train on and the others.
+    """The images to train on and the held-out images.
 
     Attributes:
         records: the indices of the images to train on.
-        train: their batches.
-        held_out: batches of the other images.
+        train: batches of the images to train on.
+        held_out: batches of the held-out images.
     """
 
     records: Int32[np.ndarray, "N 1"]
@@ -32,17 +32,17 @@ class Parts(NamedTuple):
 def parted(
     count: int, example: Transform, seed: int, batch_size: int, one_in: int = 16, limit: int = 512
 ) -> Parts:
-    """Divides `count` images into some to train on and some to hold out.
+    """Splits `count` images into some to train on and some to hold out.
 
     Args:
         count: the number of images.
-        example: makes an example of a record, which holds the index of an image.
-        seed: determines the order to train in, but not which images are held out.
+        example: makes an example from a record, which holds the index of an image.
+        seed: determines the order of training, but not which images are held out.
         batch_size: the number of examples in a batch.
-        one_in: one of so many images is held out.
-        limit: the most images to hold out, because held-out images lie in memory.
+        one_in: one image in `one_in` is held out.
+        limit: the most images to hold out, because held-out images stay in memory.
     """
-    # The same permutation for every seed, so that every run holds out the same images.
+    # The permutation does not depend on `seed`, so every run holds out the same images.
     order = np.random.default_rng(0).permutation(count).astype(np.int32)[:, None]  # [count, 1]
     aside = min(limit, max(1, count // one_in))
     held_out, records = np.split(order, [aside])
@@ -53,14 +53,14 @@ def parted(
 def open_images(
     data_path: Path | None, seed: int, batch_size: int, *, side: int, classes: int
 ) -> Data:
-    """Opens images of `side` x `side` pixels as batches of `images`, `targets` and `weights` of 1.
+    """Opens images of `side` x `side` pixels: batches of `images`, `targets`, and `weights` of 1.
 
-    `data_path` is an .npz file, or a folder with a folder for each class. If it is None, the images
-    are the digits of scikit-learn for ten classes, and drawn images for any other number of
+    `data_path` is an .npz file, or a folder with a subfolder for each class. If it is None, the
+    images are scikit-learn's digits for ten classes, and generated images for any other number of
     classes.
 
     Raises:
-        ValueError: what `read_images`, `class_folders` and `digit_images` raise.
+        ValueError: as in `read_images`, `class_folders` and `digit_images`.
     """
     pictures = _pictures(data_path, side, classes)
 
@@ -86,11 +86,11 @@ def open_images(
 def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int) -> Data:
     """Opens images of `side` x `side` pixels: batches of `images`, `masks`, and `weights` of 1.
 
-    `data_path` is a folder with the folders `images` and `masks`. If it is None, the images show
-    the digits of scikit-learn.
+    `data_path` is a folder with the subfolders `images` and `masks`. If it is None, the images show
+    scikit-learn's digits.
 
     Raises:
-        ValueError: what `mask_folders` and `masked_digits` raise.
+        ValueError: as in `mask_folders` and `masked_digits`.
     """
     pictures = masked_digits(side) if data_path is None else mask_folders(data_path, side)
 
@@ -103,7 +103,7 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
         }
 
     parts = parted(pictures.count, example, seed, batch_size)
-    # A few hundred masks suffice to estimate the share of masked pixels.
+    # A few hundred masks suffice to estimate the fraction of masked pixels.
     shares = [pictures.mask(int(i)).mean() for (i,) in parts.records[:512]]
     return Data(
         train=parts.train,
@@ -115,7 +115,7 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
 
 
 def _share_loss(share: float, held_out: Sequence[Batch]) -> float:
-    """Returns the mean loss, in nats, of giving every pixel the probability `share`."""
+    """Returns the mean loss, in nats, if each pixel is predicted with the probability `share`."""
     weights = np.concatenate([batch["weights"] for batch in held_out])
     masked = np.concatenate([batch["masks"].mean((1, 2)) for batch in held_out])
     share = min(max(share, 1e-6), 1 - 1e-6)  # log 0 is not finite

@@ -1,4 +1,4 @@
-"""Reads images from folders, one folder for each class, as ImageNet has them.
+"""Reads images from folders, with one folder for each class, as in ImageNet.
 
 Axes: Y and X of an image.
 """
@@ -18,32 +18,32 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 
 
 def class_folders(path: Path, side: int, classes: int) -> Images:
-    """Opens the images in the folders of a folder. Each folder is a class, sorted by name.
+    """Opens the images in the subfolders of a folder. Each subfolder, by name, is a class.
 
     An image is decoded when it is used. It is scaled and center-cropped to `side` x `side` pixels,
-    and its numbers are from -1 to 1.
+    with values from -1 to 1.
 
     Raises:
-        ValueError: the number of folders is not that of the model's classes, a folder has no
-            images, or an image cannot be decoded.
+        ValueError: the numbers of subfolders and of classes differ, a subfolder has no images, or
+            an image cannot be decoded.
         MissingExtraError: Pillow is not installed.
     """
     visible = [file for file in path.iterdir() if file.name[0] != "."]
     folders = sorted(folder for folder in visible if folder.is_dir())
     if len(folders) != classes:
         names = [folder.name for folder in folders[:3]] + ["..."] * (len(folders) > 3)
-        cure = "each is to hold the images of one class"
+        cure = "make a folder for the images of each class"
         if len(folders) > 1:
             cure = f"give --set classes={len(folders)}"
         raise ValueError(
             f"'{path}' has {len(folders)} folders ({', '.join(names)}), "
-            f"the model has {classes} classes: {cure}"
+            f"but the model has {classes} classes: {cure}"
         )
     files = [image_files(folder) for folder in folders]
     counts = [len(some) for some in files]
     labels = np.repeat(np.arange(classes, dtype=np.int32), counts)
     flat = [file for some in files for file in some]
-    # A file that cannot be decoded fails here, not in the middle of an epoch.
+    # A file that cannot be decoded raises its error here, not in the middle of an epoch.
     sizes_of(flat)
     return Images(labels, lambda i: decoded(flat[i], side), listing_digest(flat, path))
 
@@ -57,15 +57,15 @@ def image_files(folder: Path) -> list[Path]:
     visible = [file for file in folder.iterdir() if file.name[0] != "."]
     files = sorted(file for file in visible if file.suffix.lower() in SUFFIXES)
     if not files:
-        raise ValueError(f"'{folder}' has no images ({', '.join(SUFFIXES)})")
+        raise ValueError(f"'{folder}' has no images: add some ({', '.join(SUFFIXES)})")
     return files
 
 
 def sizes_of(files: list[Path], few: int = 4096) -> list[tuple[int, int]]:
-    """Returns the sizes of images (width, height), and so checks that they can be read.
+    """Returns the (width, height) of each image, and thereby checks that it can be read.
 
-    Up to `few` images are decoded as a whole. If there are more, only their headers are read, to
-    save time.
+    Up to `few` images are decoded completely. If there are more, only headers are read, to save
+    time.
 
     Raises:
         ValueError: an image cannot be decoded.
@@ -74,7 +74,7 @@ def sizes_of(files: list[Path], few: int = 4096) -> list[tuple[int, int]]:
 
 
 def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray, "Y X _C"]:
-    """Decodes an image, scales it and crops its center.
+    """Decodes an image, scales it and crops it to its center.
 
     Args:
         file: an image in a format that Pillow reads.
@@ -82,7 +82,8 @@ def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray,
         mask: whether to return a mask.
 
     Returns:
-        Three colors from -1 to 1; or for a mask, one channel: 0 where the image is black, else 1.
+        Three color channels from -1 to 1. For a mask, one channel: 0 where the image is black, else
+            1.
 
     Raises:
         ValueError: the image cannot be decoded.
@@ -107,13 +108,13 @@ def _opened(file: Path, *, whole: bool) -> Any:
             if whole:
                 picture.load()
             return picture
-    except Exception as problem:  # each format has exceptions of its own
+    except Exception as problem:  # each format has its own exceptions
         raise ValueError(
-            f"cannot decode '{file}' ({problem}): repair it, or take it away"
+            f"cannot decode '{file}' ({problem}): repair or remove the file"
         ) from problem
 
 
 def listing_digest(files: Iterable[Path], root: Path) -> str:
-    """Returns a digest of the names and sizes of files. Contents are not read, to save time."""
+    """Returns a digest of the names and sizes of files. To save time, it does not read contents."""
     lines = [f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Labeled images: from a file, scikit-learn's digits, or drawn.
+"""Labeled images: from a file, scikit-learn's digits, or generated.
 
-The last two need no download. Axes: N images, Y and X of an image.
+Digits and generated images need no download. Axes: N images, Y and X of an image.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ Labels = Int32[np.ndarray, "N"]
 
 @dataclass(frozen=True)
 class Images:
-    """Labeled images. `image` maps an index to an image [Y, X, 3]. `digest` identifies them all."""
+    """Labeled images. `image` maps an index to an image [Y, X, 3]. `digest` identifies the data."""
 
     labels: Labels
     image: Callable[[int], np.ndarray]
@@ -31,7 +31,7 @@ class Images:
 
 
 def digit_images(side: int) -> Images:
-    """Opens scikit-learn's handwritten digits, 1797 gray images of 8 x 8 pixels, enlarged.
+    """Opens scikit-learn's handwritten digits, 1797 gray images of 8 x 8 pixels, scaled to `side`.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -49,14 +49,14 @@ def digit_images(side: int) -> Images:
 
 @cache
 def digits() -> tuple[Float32[np.ndarray, "N 8 8"], Labels]:
-    """Returns the ink of scikit-learn's digits, from 0 to 1, and their labels."""
+    """Returns the ink of scikit-learn's digits (from 0 to 1), and their labels."""
     with extra("images"):
         digits = import_module("sklearn.datasets").load_digits()
     return (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
 
 
 def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
-    """Draws colored waves. A class is four waves; an image shows them shifted, with noise.
+    """Generates images of colored waves. A class has four waves; an image shows them shifted.
 
     >>> drawn_images(8, 3).labels[:5].tolist()
     [0, 1, 2, 0, 1]
@@ -64,7 +64,7 @@ def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
     labels = np.arange(count, dtype=np.int32) % classes
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
-        # `waves` draws what all images of a class share, and `view` what only this image has.
+        # `waves` draws what all images of a class share; `view` draws what differs between images.
         waves = np.random.default_rng((1, labels[i]))
         view = np.random.default_rng((2, i))
         cycles = waves.integers(-3, 4, (2, 4))
@@ -81,12 +81,12 @@ def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
 
 
 def read_images(path: Path, side: int, classes: int) -> Images:
-    """Reads the arrays `images` [N, side, side, 3] and `labels` [N] of an .npz file.
+    """Reads the arrays `images` [N, side, side, 3] and `labels` [N] from an .npz file.
 
-    Bytes are scaled to -1 to 1. Numbers of other types stay as they are.
+    Images of type uint8 are scaled to the range -1 to 1. Images of other types are not scaled.
 
     Raises:
-        ValueError: the file does not exist, or its arrays have other shapes or labels.
+        ValueError: the file cannot be read, or its arrays have wrong shapes or labels.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -99,7 +99,7 @@ def read_images(path: Path, side: int, classes: int) -> Images:
     if not is_square or labels.shape != images.shape[:1] or len(labels) < 2:
         shapes = f"[N, {side}, {side}, 3] and [N]"
         raise ValueError(
-            f"'{path}': images {images.shape} and labels {labels.shape} are not {shapes}"
+            f"'{path}': images {images.shape} and labels {labels.shape} should be {shapes}"
         )
     least, greatest = labels.min(), labels.max()
     if least < 0 or greatest >= classes:

@@ -1,7 +1,7 @@
-"""Models of text as kinds of modules: each kind is built and traced once, however often it occurs.
+"""Text models as kinds of modules: a kind is built and traced only once, however often it occurs.
 
-Modules of one kind differ only in their parameters. A model has the parameters of all its modules
-in a tree, and makes a module when it runs it:
+Modules of one kind differ only in their parameters. A tree holds the parameters of all modules of a
+model, and the model makes each module when it runs it:
 
     parameters    embedding    blocks/000, blocks/001, ...    output
     kinds         embedding    blocks                         output
@@ -20,11 +20,11 @@ from jvpipe.models.blocks import Key, TextConfig
 from jvpipe.models.lora import with_adapters
 
 Part = Callable[..., nnx.Module]
-"""A class of modules, or a function that makes one: `part(config, rngs=rngs)`."""
+"""A class of modules, or a function that makes a module: `part(config, rngs=rngs)`."""
 
 
 class Kind:
-    """A kind of module. `build(rngs)` makes one; its structure is traced only once."""
+    """A kind of module. `build(rngs)` makes a module, whose structure is traced only once."""
 
     def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._build = build
@@ -32,7 +32,7 @@ class Kind:
     def module(self, params: Any) -> Any:
         """Makes a module of this kind with these parameters."""
         graph, _, rest = self._structure
-        # Without a copy, modules would share mutable state, such as counts of random streams.
+        # Without a copy, modules would share mutable state, such as counters of random streams.
         return nnx.merge(graph, params, rest, copy=True)
 
     @cached_property
@@ -46,7 +46,7 @@ class Kind:
 
     @cached_property
     def _structure(self) -> Any:
-        # Only shapes are traced: no array of a model of billions of parameters is made.
+        # Only shapes are traced, so even a model of billions of parameters needs no arrays here.
         module = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
         return nnx.split(module, nnx.Param, ...)
 
@@ -56,21 +56,21 @@ def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, na
 
     Args:
         build: makes the module without adapters.
-        config: gives the rank of adapters, and the pattern of the paths that they adapt.
-        name: the name of the kind, with which paths begin.
+        config: has the rank of adapters, and the pattern of paths that get an adapter.
+        name: the name of the kind, which begins all paths.
     """
     return Kind(with_adapters(build, name, config.lora, config.lora_on, config.dtype))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model as its kinds of modules, in their order.
+    """A model as its kinds of modules, in order.
 
     Attributes:
         config: the shape of the model.
-        kinds: the kinds by name, each with what makes a module of it.
+        kinds: the names of the kinds, each with a class or function that makes its modules.
         stacked: the kinds that occur several times, one module after another.
-        count: how often each of them occurs; None for as often as the configuration has blocks.
+        count: how often each stacked kind occurs; None means `config.blocks` times.
     """
 
     config: TextConfig
@@ -91,13 +91,14 @@ class Parts:
         return layers
 
     def part(self, name: str, params: Any) -> Any:
-        """Makes a module of a kind with these parameters."""
+        """Makes a module of the named kind with these parameters."""
         return self._kinds[name].module(params)
 
     def key(self, name: str, key: Key, i: int = 0) -> Key:
         """Returns the key of module `i` of a kind; None without a key.
 
-        It folds in the module's position in the model, so that blocks differ only by a number.
+        It folds in the module's position in the model, so that the keys of blocks differ only by a
+        number.
         """
         if key is None:
             return None
@@ -107,7 +108,7 @@ class Parts:
         self, name: str, blocks: Any, x: jax.Array, key: Key, *others: jax.Array
     ) -> jax.Array:
         """Runs `x` through all blocks of a kind. Each block also reads `others`."""
-        # A loop, not a scan, makes each block a layer, so a cut may lie between any two blocks.
+        # Because of the loop (instead of a scan), cuts may lie between any two blocks.
         for i in range(self._count(name)):
             block = self.part(name, blocks[f"{i:03}"])
             x = block(x, *others, self.key(name, key, i))

@@ -1,16 +1,16 @@
 """Llama (arXiv:2302.13971, arXiv:2407.21783) and its family: causal language models, in Flax NNX.
 
-Axes: B batch, T and S tokens, D model, H heads, G groups of heads, R heads of a group, K width of a
+Axes: B batch, T and S tokens, D model, H heads, G groups of heads, R heads in a group, K width of a
 head, V vocabulary.
 
-- Root mean square norm stands before each sublayer and after the last block.
-- Queries and keys turn with their position (`rotary.py`).
+- Root mean square norm comes before each sublayer and after the last block.
+- Queries and keys are rotated by angles that depend on the position (`rotary.py`).
 - The heads of a group share keys and values (arXiv:2305.13245).
 - The feed-forward network is gated (arXiv:2002.05202). No linear map has a bias.
 - The blocks run as a scan over stacked parameters, [blocks, ...].
 
-Further fields of the configuration make Qwen 3 and Gemma. R = H / G neighboring heads share the
-keys of a group:
+Other values of the configuration make Qwen 3 and Gemma. R = H / G neighboring heads share the keys
+of a group:
 
     queries   q0 q1 │ q2 q3      [B, T, G, R, K]
               ──┬── │ ──┬──
@@ -42,36 +42,37 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
 }
-"""The activations of the gate of a feed-forward network."""
+"""The activations that the gate of a feed-forward network may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TextConfig):
-    """The shape of a Llama or a relative. `head_width` to `local_theta` are for the relatives.
+    """The shape of a Llama or a relative. Only relatives need `head_width` to `local_theta`.
 
     Attributes:
         heads: H.
         groups: G, which divides H.
         hidden: the units of the feed-forward network.
-        theta: the base of the angles by which queries and keys turn.
+        theta: the base of the angles by which queries and keys are rotated.
         tied: whether the output projection is the transposed token embedding.
-        epsilon: the number that norms add to a mean square.
-        dropout: always 0, because a Llama drops nothing.
-        head_width: K; 0 for D / H.
-        normed_heads: whether queries and keys are normed head by head.
+        epsilon: the number that norms add to the mean square.
+        dropout: always 0, because a Llama has no dropout.
+        head_width: K; 0 means D / H.
+        normed_heads: whether queries and keys are normalized, each head separately.
         activation: "silu" or "gelu".
         offset_norms: whether norms multiply by one plus their scale.
-        scaled_embedding: whether embeddings are multiplied by the root of D.
-        after_norms: whether norms also stand after sublayers.
-        score_width: scores are divided by its root; 0 for K.
-        score_cap: a tanh keeps scores within it; 0 for no cap.
-        logit_cap: a tanh keeps logits within it; 0 for no cap.
-        window: how many tokens a token of a local block sees, itself included.
-        spans: a letter for each block, repeated if there are more blocks. L is a local block, and G
-            a global one, whose tokens see all tokens up to themselves.
-        local_theta: the base of angles in local blocks, which are then not stretched; 0:
-            local blocks have the angles of global ones.
-        stretch: with the three fields after it, stretches angles for longer texts
+        scaled_embedding: whether embeddings are multiplied by the square root of D.
+        after_norms: whether there are also norms after the sublayers.
+        score_width: scores are divided by the square root of this number; 0 means K.
+        score_cap: a tanh limits scores to this magnitude; 0 for no limit.
+        logit_cap: a tanh limits logits to this magnitude; 0 for no limit.
+        window: how many tokens a token sees in a local block, including itself.
+        spans: a letter for each block: L for a local block, G for a global one, in which a token
+            sees itself and all tokens before it. The letters are repeated if there are more blocks;
+            empty means that all blocks are global.
+        local_theta: the base of the angles in local blocks, where angles are then not stretched; 0
+            means the angles of global blocks.
+        stretch: this field and the three after it adapt the angles to longer texts
             (`rotary.Rotation`).
     """
 
@@ -104,12 +105,12 @@ class LlamaConfig(TextConfig):
         shares_width = not self.head_width
         if self.heads < 1 or (shares_width and self.width % (2 * self.heads)):
             raise ValueError(
-                f"width={self.width} is not an even number for each of heads={self.heads}: change "
+                f"width={self.width} divided by heads={self.heads} is not an even number: change "
                 "one of them"
             )
         if self.head_width % 2:
             raise ValueError(
-                f"head_width={self.head_width}: numbers turn in pairs, give an even one"
+                f"head_width={self.head_width} must be even, because numbers are rotated in pairs"
             )
         if self.groups < 1 or self.heads % self.groups:
             raise ValueError(
@@ -118,14 +119,14 @@ class LlamaConfig(TextConfig):
         if self.hidden < 1:
             raise ValueError(f"hidden={self.hidden} must be at least 1")
         if self.dropout:
-            raise ValueError(f"dropout={self.dropout}: a Llama has none")
+            raise ValueError(f"dropout={self.dropout}: a Llama has no dropout, give 0")
         if self.activation not in ACTIVATIONS:
             raise ValueError(did_you_mean("activation", self.activation, list(ACTIVATIONS)))
         needs_window = "L" in self.spans and self.window < 1
         if set(self.spans) - {"L", "G"} or needs_window:
             raise ValueError(
-                f"spans={self.spans!r} with window={self.window}: give L and G alone, and a "
-                "window of 1 at least for L"
+                f"spans={self.spans!r} with window={self.window}: give only the letters L and G, "
+                "and for L a window of at least 1"
             )
 
     @property
@@ -135,19 +136,19 @@ class LlamaConfig(TextConfig):
 
     @property
     def rotation(self) -> Rotation:
-        """How queries and keys turn in global blocks."""
+        """The rotation of queries and keys in global blocks."""
         return Rotation(
             self.theta, self.stretch, self.stretch_low, self.stretch_high, self.stretch_from
         )
 
     @property
     def local_rotation(self) -> Rotation:
-        """How queries and keys turn in local blocks."""
+        """The rotation of queries and keys in local blocks."""
         return Rotation(self.local_theta) if self.local_theta else self.rotation
 
     @property
     def local(self) -> Bool[np.ndarray, "blocks"] | None:
-        """Which blocks are local; None if none is."""
+        """Which blocks are local; None if no block is."""
         if "L" not in self.spans:
             return None
         # `spans` has at least one letter, so as many copies as blocks are enough.
@@ -187,7 +188,7 @@ SIZES = {
         theta=5e5,
     ),
 }
-"""Llama 3.2 1B, Llama 2 7B, Llama 3 8B."""
+"""Two small models, then Llama 3.2 1B, Llama 2 7B and Llama 3 8B."""
 
 
 def matrix(
@@ -200,7 +201,7 @@ def matrix(
 class Norm(nnx.Module):
     """Scales vectors to a mean square of 1, then multiplies by a learned scale.
 
-    It computes in float32. The result has the type of its input.
+    It computes in float32. The result has the type of the input.
     """
 
     def __init__(self, config: LlamaConfig, width: int, *, rngs: nnx.Rngs) -> None:
@@ -213,7 +214,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         normed = self.norm(y)
         if self.offset:
-            # Gemma multiplies n = y / rms(y) by 1 + s. `norm` gives s n, so n is added.
+            # Gemma multiplies n = y / rms(y) by 1 + s. `self.norm` gives s n, so n is added.
             square = jnp.mean(y * y, -1, keepdims=True)
             normed = normed + y * jax.lax.rsqrt(square + self.norm.epsilon)
         return normed.astype(x.dtype)
@@ -234,25 +235,27 @@ class GroupedAttention(nnx.Module):
             self.key_norm = Norm(config, config.head, rngs=rngs)
 
     def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
-        """Mixes for each token the values up to the token; if `local`, those in its window."""
+        """Mixes its own and earlier values for each token; if `local`, only those in the window."""
         config, (B, T, _) = self.config, x.shape
         split = (B, T, -1, config.head)
         q = self.queries(x).reshape(split)  # [B, T, H, K]
         k = self.keys(x).reshape(split)  # [B, T, G, K]
         v = self.values(x).reshape(split)  # [B, T, G, K]
         if config.normed_heads:
-            # As in Qwen 3, norms come before the turn, which keeps the lengths that they set.
+            # As in Qwen 3, the norms come before the rotation, which does not change lengths.
             q, k = self.query_norm(q), self.key_norm(k)
         rates = config.rotation.rates(config.head)
         if local is not None:
-            # `local` is a traced value of the scan, so that one traced block serves both kinds.
+            # `local` is a traced value of the scan, so one traced block serves as local and as
+            # global.
             rates = jnp.where(local, config.local_rotation.rates(config.head), rates)
         q, k = turned(q, rates), turned(k, rates)
         q = q.reshape(B, T, config.groups, -1, config.head)  # [B, T, G, R, K]
         scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32)
         scores = scores * (config.score_width or config.head) ** -0.5
         scores = capped(scores, config.score_cap)  # [B, G, R, T, S]
-        # A mask made of iotas here is neither sent over a cut nor stored as a constant.
+        # The mask is made here of iotas, so that it is neither sent over cuts nor stored as a
+        # constant.
         iota = partial(jax.lax.broadcasted_iota, jnp.int32, scores.shape)
         unseen = iota(4) > iota(3)
         if local is not None:
@@ -265,7 +268,7 @@ class GroupedAttention(nnx.Module):
 
 
 def capped(x: Float[Array, "*B"], cap: float) -> Float[Array, "*B"]:
-    """Bends numbers to lie within a cap by tanh (arXiv:2408.00118). A cap of 0 changes nothing."""
+    """Limits magnitudes to a cap by tanh (arXiv:2408.00118). A cap of 0 changes nothing."""
     return jnp.tanh(x / cap) * cap if cap else x
 
 
@@ -304,7 +307,7 @@ class Llama:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """Its kinds of modules, by name."""
+        """The model's kinds of modules, by name."""
         config = self.config
         kinds: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
             "tokens": lambda rngs: embedding(config, rngs, config.vocabulary),
@@ -332,7 +335,7 @@ class Llama:
         }
 
     def logits(self, params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
-        """Computes the logits of next tokens in float32. Nothing depends on the key."""
+        """Computes the logits of next tokens in float32. The key is not used."""
         kinds, config = self.kinds, self.config
 
         def block(x: Vectors, scanned: Any) -> tuple[Vectors, None]:
@@ -343,7 +346,7 @@ class Llama:
         x = tokens(batch["tokens"])  # [B, T, D]
         if config.scaled_embedding:
             x = x * jnp.asarray(config.width**0.5, x.dtype)
-        # A scan traces one block, however many there are. Cuts fall between its iterations.
+        # A scan traces one block, however many there are. Cuts lie between the scan's iterations.
         local = () if config.local is None else (config.local,)
         x, _ = jax.lax.scan(block, x, (params["blocks"], *local))
         x = kinds["norm"].module(params["norm"])(x)
@@ -351,7 +354,7 @@ class Llama:
         return capped(logits.astype(jnp.float32), config.logit_cap)
 
     def loss_fn(self, params: Any, batch: Any, rng: Key) -> Weighted:
-        """Computes the loss of next tokens for a batch as GPT-2's."""
+        """Computes the loss of next tokens, for a batch as in `gpt2.loss_function`."""
         batch = jax.tree.map(jnp.asarray, batch)
         return prediction_loss(self.logits(params, batch, rng), batch)
 
@@ -367,7 +370,7 @@ FORMAT = llama_published.FORMAT
 def family(
     name: str, sizes: Mapping[str, LlamaConfig], size: str | None, options: Mapping[str, Any]
 ) -> Workload:
-    """Makes a model of the family, of one of its sizes.
+    """Makes a model of the Llama family, of one of its sizes.
 
     `options` replace fields of `LlamaConfig`.
     """
@@ -386,7 +389,7 @@ def family(
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes Llama of a size (`tiny`, `mini`, `1b`, `7b`, `8b`; `mini` by default).
+    """Makes a Llama of a size (`tiny`, `mini`, `1b`, `7b`, `8b`; `mini` by default).
 
     `options` replace fields of `LlamaConfig`.
     """

@@ -1,7 +1,7 @@
-"""Folders of weights of Llama, Qwen 3, and Gemma 1, 2 and 3 (text).
+"""The format of published weights of Llama, Qwen 3, and Gemma 1, 2 and 3 (text).
 
-Each kind has an entry in `KINDS`, the fields that all its models have, and one in `_USUAL`, the
-values of keys that its config.json leaves out.
+Each type of model has an entry in `KINDS`, with the fields that all its models share. It also has
+an entry in `_USUAL`, with the default values of keys that its config.json may omit.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ KINDS: Mapping[str, Fields] = {
     "gemma2": _GEMMA | {"after_norms": True},
     "gemma3_text": _GEMMA | {"after_norms": True, "normed_heads": True},
 }
-"""By `model_type`, the fields that all models of a kind have."""
+"""The fields that all models of a type share, by `model_type`."""
 _USUAL: Mapping[str, Fields] = {
     "llama": {"tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 128},
@@ -42,13 +42,13 @@ _USUAL: Mapping[str, Fields] = {
         "rope_local_base_freq": 1e4,
     },
 }
-"""By `model_type`, the values of keys that config.json leaves out, as in transformers."""
+"""The default values of keys that config.json may omit, by `model_type`, as in transformers."""
 _ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_pytorch_tanh", "gelu")}
 """The names of activations in config.json. Gemma's "gelu" also means the tanh approximation."""
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `LlamaConfig` from config.json, and refuses what our model lacks."""
+    """Reads the fields of a `LlamaConfig` from config.json, and rejects unsupported settings."""
     kind = settings["model_type"]
     usual = {"tie_word_embeddings": True, **_USUAL[kind]}
     get = lambda key, otherwise=None: settings.get(key, usual.get(key, otherwise))  # noqa: E731
@@ -60,7 +60,7 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     settings.only("attention_dropout", 0.0)
     settings.only("use_bidirectional_attention", None, False)
     settings.only("is_encoder_decoder", False)
-    length = 512  # the length of a record, unless the model has fewer positions
+    length = 512  # the most tokens of a record; fewer if the model has fewer positions
     fields = {
         "blocks": settings["num_hidden_layers"],
         "width": settings["hidden_size"],
@@ -80,10 +80,10 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
 
 
 def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
-    """Reads which blocks are local, and their window.
+    """Reads which blocks are local, and the window of local blocks.
 
-    A newer config.json lists the blocks. An older one says that every nth block is global, or, for
-    Qwen, that all blocks after the first n are local.
+    A newer config.json lists the type of each block. An older one says that every nth block is
+    global, or (Qwen) that all blocks after the first n are local.
     """
     blocks = settings["num_hidden_layers"]
     window = settings.get("sliding_window", usual.get("sliding_window"))
@@ -98,7 +98,7 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
         if unknown or len(listed) != blocks:
             kinds_known = " or ".join(kinds)
             raise ValueError(
-                f"config.json has layer_types {listed}: of {blocks} blocks each is to be "
+                f"config.json has layer_types {listed}: it must list {blocks} blocks, each as "
                 f"{kinds_known}"
             )
         spans = "".join(map(kinds.__getitem__, listed))
@@ -110,26 +110,26 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
         spans = ("G" * first + "L" * blocks)[:blocks]
     if "L" not in spans:
         return {}
-    # A period, not a letter per block, stays valid if a user changes `blocks`.
+    # Unlike a letter per block, a period stays valid if a user changes `blocks`.
     return {"spans": _period(spans), "window": window}
 
 
 def _period(letters: str) -> str:
-    """Returns the shortest text whose repetition gives these letters.
+    """Returns the shortest text that gives these letters if it is repeated.
 
     >>> _period("LLGLLGLL")
     'LLG'
     """
     count = len(letters)
     starts = (letters[:n] for n in range(1, count + 1))
-    # The text itself is the last candidate, so there is always a result.
+    # `letters` itself is the last candidate, so there is always a result.
     return next(start for start in starts if (start * count)[:count] == letters)
 
 
 def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
-    """Reads how queries and keys turn.
+    """Reads the rotation of queries and keys.
 
-    An older config.json has top-level keys in place of `rope_parameters`.
+    An older config.json has top-level keys instead of `rope_parameters`.
     """
     local = settings.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
     theta = settings.get("rope_theta", usual.get("rope_theta", 1e4))
@@ -140,19 +140,19 @@ def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
         of_all = parts["full_attention"]
         parts.all_understood(())
     turns = _stretch(of_all or settings.get("rope_scaling") or {}, theta, settings)
-    # Marks the key as read: it repeats `rope_parameters`.
+    # This marks the key as read, because it only repeats `rope_parameters`.
     settings.get("rope_scaling")
     return turns | ({"local_theta": local} if local else {})
 
 
 def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any]:
-    """Reads the angles of one group of settings."""
-    rope = Settings(scaling, "config.json, of the rope,")
+    """Reads the angles of rotation from one group of settings."""
+    rope = Settings(scaling, "config.json, in its RoPE settings,")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(
-            f"config.json has rope_type {kind!r}: of such models only 'default', 'linear' or "
-            "'llama3' is known"
+            f"config.json has rope_type {kind!r}: only 'default', 'linear' or 'llama3' is "
+            "supported for models of this type"
         )
     rope.only("partial_rotary_factor", 1.0, None)
     fields: dict[str, Any] = {"theta": rope.get("rope_theta", theta)}
@@ -182,7 +182,7 @@ _NORMED_HEADS = {
     "attention.key_norm.norm.scale": "self_attn.k_norm",
 }
 # In Llama, "post_attention_layernorm" is the norm before the feed-forward network. In Gemma 2 and
-# 3, which have four norms, it is the one after attention.
+# 3, whose blocks have four norms, it is the norm after attention.
 _BETWEEN = {"feed_forward_norm.norm.scale": "post_attention_layernorm"}
 _AFTER = {
     "mixed_norm.norm.scale": "post_attention_layernorm",
@@ -201,7 +201,8 @@ def _sources(config: Any) -> dict[str, Source]:
         ends["head.kernel"] = "lm_head"
     sources = {}
     for ours, theirs in block.items():
-        # The tensors of all blocks make one parameter [blocks, ...], over which a scan runs.
+        # The tensors of all blocks are stacked into one parameter [blocks, ...], because of the
+        # scan.
         names = (f"layers.{{}}.{theirs}.weight",)
         sources[f"blocks.{ours}"] = Source(names, ours.endswith("kernel"), config.blocks)
     for ours, theirs in ends.items():

@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): a linear map x W becomes x W + x A B.
 
-Only A and B are trained. W [inputs, outputs] is fixed, A [inputs, r] begins random, and B [r,
-outputs] begins as zeros, so that the adapted map first equals the old one. r is the rank. The paper
-also scales x A B by alpha / r, which is 1 here.
+Only A and B are trained, and W [inputs, outputs] is fixed. r is the rank. A [inputs, r] is
+initially random, and B [r, outputs] is initially zero, so the adapted map first equals the original
+map. The paper also scales x A B by alpha / r, which is 1 here.
 
-In the parameters, A and B are beside the kernel that they adapt:
+In the tree of parameters, A and B are beside the kernel that they adapt:
 
     blocks/attention/queries/kernel         W
     blocks/attention/queries/lora/lora_a    A
@@ -21,7 +21,7 @@ from flax import nnx
 
 _ADAPTER = "lora"
 TRAINED = f"*/{_ADAPTER}/*"
-"""The pattern of the paths of adapters."""
+"""The pattern that the paths of adapters match."""
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 Tree = Mapping[str, Any]
@@ -29,11 +29,11 @@ Tree = Mapping[str, Any]
 
 
 def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str) -> Build:
-    """Wraps `build`, so that the module has adapters on the linear maps whose path matches.
+    """Wraps `build`, so that each linear map whose path matches a pattern gets an adapter.
 
     Args:
-        build: makes the module without adapters. Its parameters keep their initial values.
-        name: the module's name, with which paths begin. Paths do not contain the numbers of blocks.
+        build: makes the module without adapters. Adapters do not change its initial parameters.
+        name: the module's name, which begins all paths. Paths do not contain the numbers of blocks.
         rank: r; 0 for no adapters.
         patterns: patterns of paths, such as "*attention*", separated by commas.
         dtype: the type in which A and B are multiplied.
@@ -42,7 +42,7 @@ def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str)
         return build
 
     def adapted(rngs: nnx.Rngs) -> nnx.Module:
-        # Adapters are added after the build, so they do not change the numbers that it draws.
+        # Adapters are added after the build, so they do not change the random numbers of `build`.
         module = build(rngs)
         for path, linear in list(nnx.iter_modules(module)):
             whole_path = "/".join((name, *map(str, path)))
@@ -59,7 +59,7 @@ def _matches(path: str, patterns: str) -> bool:
 
 
 def _with_adapter(linear: nnx.Linear, rank: int, dtype: str, rngs: nnx.Rngs) -> nnx.LoRALinear:
-    """Makes a linear map with an adapter that shares the kernel and the bias of `linear`."""
+    """Makes a linear map with an adapter, and with the kernel and the bias of `linear`."""
     adapted = nnx.LoRALinear(
         linear.in_features,
         linear.out_features,
@@ -93,11 +93,11 @@ def check_adapted(params: Tree, patterns: str) -> None:
         patterns: the patterns that the user gave.
 
     Raises:
-        ValueError: there is no adapter; the message names the maps that can be adapted.
+        ValueError: there is no adapter; the message lists the maps that can be adapted.
     """
     if adapters_alone(params):
         return
-    # Without the numbers of blocks, because patterns do not contain them either.
+    # The numbers of blocks are left out, because patterns do not contain them either.
     names = {"/".join(part for part in path if not part.isdigit()) for path in _kernels(params)}
     maps = ", ".join(sorted(names))
     raise ValueError(f"lora_on={patterns!r} matches no linear map: there are {maps}")
@@ -113,7 +113,7 @@ def _kernels(params: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 def without_adapters(params: Tree) -> dict[str, Any]:
-    """Returns the parameters without adapters, which are those of the model before it was adapted.
+    """Returns the parameters without adapters, as in the model before it was adapted.
 
     >>> without_adapters({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}})
     {'head': {'kernel': 1}}
@@ -151,7 +151,7 @@ def joined_params(base: Tree, adapters: Tree) -> dict[str, Any]:
 def merged_params(params: Tree) -> dict[str, Any]:
     """Adds each adapter to its kernel on the host: W + A B.
 
-    The result is the parameters of a plain model that computes the same, up to rounding.
+    The result has the parameters of a plain model that computes the same function, up to rounding.
 
     Args:
         params: nested dicts of arrays. W, A and B of stacked layers have an axis in front.

@@ -1,4 +1,4 @@
-"""Losses of predictions: cross entropies of targets, each times its weight.
+"""Losses of predictions: cross entropies of targets, each multiplied by a weight.
 
 Axes: *B all axes of the targets, V the classes or the vocabulary.
 """
@@ -29,12 +29,13 @@ def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, 
 def prediction_loss(
     logits: Float[Array, "*B V"], batch: Mapping[str, Any], smoothing: float = 0.0
 ) -> Weighted:
-    """Computes the loss of predicting the batch's `targets` [*B], each times its weight.
+    """Computes the loss of predicting the batch's `targets` [*B], each multiplied by its weight.
 
     Args:
         logits: the logits of each target.
         batch: has `targets` and `weights` [*B].
-        smoothing: the share of each target that is spread over all V (arXiv:1512.00567).
+        smoothing: the fraction of each target's probability that label smoothing spreads over all V
+            (arXiv:1512.00567).
 
     Returns:
         The sum of the weighted cross entropies in nats, and the sum of weights.
@@ -45,7 +46,7 @@ def prediction_loss(
         # Against a uniform target, the cross entropy is the mean of all -log likelihoods.
         likelihoods = jax.nn.log_softmax(logits)
         nats = (1 - smoothing) * nats - smoothing * jnp.mean(likelihoods, -1)
-    # A sum and its weight, not a mean, so that micro-batches of unequal weight give the exact mean.
+    # From sums and weights, jvpipe gets the exact mean even if micro-batches differ in weight.
     return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
 
 
@@ -54,13 +55,13 @@ def predicting(logits: Logits, dropout: float, smoothing: float = 0.0) -> LossFu
 
     Args:
         logits: computes the logits of the model.
-        dropout: the share of values that is dropped. If it is 0, `logits` gets no key.
-        smoothing: the share of each target that is spread over all tokens.
+        dropout: the fraction of values that training drops. If it is 0, `logits` gets no key.
+        smoothing: as in `prediction_loss`.
     """
 
     def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
-        # An unused key would still be an input of every layer, and be sent over each cut.
+        # Even an unused key would be an input of every layer, and would be sent over each cut.
         key = rng if dropout > 0 else None
         return prediction_loss(logits(params, batch, key), batch, smoothing)
 

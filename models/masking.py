@@ -1,4 +1,4 @@
-"""Masked language modeling: which tokens are hidden, or in which order they are predicted."""
+"""Masked language modeling: chooses the tokens to hide, or the order in which to predict them."""
 
 from functools import partial
 from pathlib import Path
@@ -24,18 +24,18 @@ def mask_record(
     mask_rate: float,
     marks: Marks = OURS,
 ) -> Batch:
-    """Hides the share `mask_rate` of a record's ordinary tokens, but at most `masked` (K) of them.
+    """Hides a fraction `mask_rate` of a record's ordinary tokens, but at most `masked` (K) tokens.
 
-    80% of these become the mask of `marks`, 10% a random token, and 10% stay (arXiv:1810.04805,
-    section 3.1).
+    80% of the chosen tokens become the mask token of `marks`, 10% become a random token, and 10%
+    stay unchanged (arXiv:1810.04805, section 3.1).
 
     Returns:
-        `tokens` [T], and `positions`, `targets` and `weights` [K]. The weight is 1 for a token to
-        predict, and 0 for the padding after the last one.
+        `tokens` [T], and `positions`, `targets` and `weights` [K]. The weight is 1 for each token
+        to predict, and 0 for the padding after them.
     """
-    assert marks.mask is not None, "looked at before"
+    assert marks.mask is not None, "open_masked_text has checked it"
     chosen = np.sort(_chosen(record, generator, masked, mask_rate, marks))
-    # A draw below 0.8 gives the mask, below 0.9 a random token, and else the token itself.
+    # Below 0.8, a token becomes the mask; from 0.8 to 0.9, a random token; above, it stays.
     fate = generator.random(len(chosen))
     others = generator.integers(marks.first, vocabulary, len(chosen))
     hidden = np.where(fate < 0.8, marks.mask, others)
@@ -52,7 +52,7 @@ def permute_record(
     mask_rate: float,
     marks: Marks = OURS,
 ) -> Batch:
-    """Chooses tokens to predict in a random order: the share `mask_rate`, but at most `masked` (K).
+    """Chooses a random order of tokens to predict: a fraction `mask_rate`, at most `masked` (K).
 
     Only ordinary tokens are chosen (arXiv:1906.08237, section 2.3).
 
@@ -60,7 +60,7 @@ def permute_record(
         The unchanged `tokens` [T], and `positions`, `targets` and `weights` [K] as in
         `mask_record`.
     """
-    # Not sorted, unlike in `mask_record`: this is the order of prediction.
+    # Unlike in `mask_record`, the positions are not sorted: this is the order of prediction.
     chosen = _chosen(record, generator, masked, mask_rate, marks)
     return {"tokens": record} | _predictions(record, chosen, masked)
 
@@ -76,7 +76,7 @@ def _chosen(
 
 
 def _predictions(record: Record, chosen: np.ndarray, masked: int) -> Batch:
-    """Pads what is predicted to `masked` (K) entries, so that all records have one shape."""
+    """Pads the predicted tokens to `masked` (K) entries, so that all records have one shape."""
     filled = partial(np.pad, pad_width=(0, masked - len(chosen)))
     return {
         "positions": filled(chosen.astype(np.int32)),
@@ -87,11 +87,11 @@ def _predictions(record: Record, chosen: np.ndarray, masked: int) -> Batch:
 
 @runtime_checkable
 class Predicted(Protocol):
-    """The fields of a configuration that say how to predict text."""
+    """The fields of a configuration that determine which tokens are predicted."""
 
     @property
     def vocabulary(self) -> int:
-        """The largest vocabulary of a tokenizer that the run trains."""
+        """The largest vocabulary that the tokenizer may have."""
         ...
 
     @property
@@ -101,25 +101,25 @@ class Predicted(Protocol):
 
     @property
     def masked(self) -> int:
-        """The largest number of tokens of a record that are predicted."""
+        """The largest number of predicted tokens of a record."""
         ...
 
     @property
     def mask_rate(self) -> float:
-        """The share of a record's tokens that is predicted."""
+        """The fraction of a record's tokens that are predicted."""
         ...
 
 
 def open_masked_text(
     config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Opens text as batches of masked records, as `open_text` opens it."""
+    """Opens text as batches of masked records; the arguments are as in `open_text`."""
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
         if marks.mask is None:
             raise ValueError(
-                f"the tokenizer of {vocabulary} tokens has no [MASK] or <mask>, which stands for "
-                "a token that is to be predicted: add one to it"
+                f"the tokenizer of {vocabulary} tokens has no token [MASK] or <mask> to hide "
+                "tokens with: add one of them to it"
             )
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}
         return partial(mask_record, vocabulary=vocabulary, marks=marks, **rates)
@@ -132,7 +132,7 @@ def open_masked_text(
 def open_permuted_text(
     config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Opens text as batches of records that are predicted in a random order, like `open_text`."""
+    """Opens text as batches whose tokens are predicted in a random order, like `open_text`."""
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}

@@ -1,4 +1,4 @@
-"""Images with masks: a user's folders of them, or scikit-learn's digits on colored waves.
+"""Images with masks: a user's folders, or scikit-learn's digits drawn on colored waves.
 
 Axes: Y and X of an image.
 """
@@ -19,10 +19,10 @@ Canvas = Float32[np.ndarray, "Y X"]
 
 @dataclass(frozen=True)
 class Masked:
-    """A number of images with masks.
+    """`count` images with masks.
 
-    `image` maps an index to an image [Y, X, 3], and `mask` to its mask [Y, X] of 0 and 1. `digest`
-    identifies the images.
+    `image` maps an index to an image [Y, X, 3], and `mask` maps it to the image's mask [Y, X] of 0
+    and 1. `digest` identifies the data.
     """
 
     count: int
@@ -32,7 +32,7 @@ class Masked:
 
 
 def masked_digits(side: int) -> Masked:
-    """Draws digits of random places and colors on colored waves. The ink of a digit is its mask.
+    """Draws digits at random places in random colors on colored waves. A digit's ink is its mask.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -59,7 +59,7 @@ def masked_digits(side: int) -> Masked:
         return ink_share * color + (1 - ink_share) * waves.image(i)
 
     def mask(i: int) -> Canvas:
-        # Drawn again from the same seed, so image and mask agree although nothing is stored.
+        # The digit is drawn again from the same seed, so the mask fits its image.
         return (placed(i)[0] >= 0.5).astype(np.float32)
 
     name = f"digits {side} {waves.digest}"
@@ -68,30 +68,32 @@ def masked_digits(side: int) -> Masked:
 
 
 def mask_folders(path: Path, side: int) -> Masked:
-    """Pairs images of the folder `images` with masks of the folder `masks`, by name without suffix.
+    """Pairs the files of the folders `images` and `masks`, by their names without suffixes.
 
     Both are scaled and center-cropped to `side` x `side` pixels. A mask is 1 where its file is not
     black.
 
     Raises:
-        ValueError: a folder is missing or empty, an image has no mask or one of another size, or a
-            file cannot be decoded.
+        ValueError: a folder is missing or empty, an image has no mask or a mask of another size, or
+            a file cannot be decoded.
         MissingExtraError: Pillow is not installed.
     """
     for name in ("images", "masks"):
         if not (path / name).is_dir():
             raise ValueError(
-                f"'{path}' has no folder '{name}': give one with images and masks, called alike"
+                f"'{path}' has no folder '{name}': give a folder with the subfolders images and "
+                "masks"
             )
     files = image_files(path / "images")
     masks = {mask.stem: mask for mask in image_files(path / "masks")}
     if missing := [file for file in files if file.stem not in masks]:
         raise ValueError(
-            f"'{missing[0]}' has no mask: '{path / 'masks'}' has none called {missing[0].stem}"
+            f"'{missing[0]}' has no mask: '{path / 'masks'}' needs an image called "
+            f"{missing[0].stem}"
         )
     if len(files) < 2:
         raise ValueError(
-            f"'{path / 'images'}' has one image: give at least two, as one is held out"
+            f"'{path / 'images'}' has one image: give at least two, because one is held out"
         )
     pairs = [(file, masks[file.stem]) for file in files]
     of_images = sizes_of([file for file, _ in pairs])
@@ -100,8 +102,8 @@ def mask_folders(path: Path, side: int) -> Masked:
         # The crop depends on the size, so a mask of another size would no longer fit its image.
         if size != other:
             raise ValueError(
-                f"'{mask}' has {other[0]} x {other[1]} pixels, '{file}' {size[0]} x {size[1]}: "
-                "give a mask of the same size"
+                f"'{mask}' has {other[0]} x {other[1]} pixels, but '{file}' has {size[0]} x "
+                f"{size[1]}: give a mask of the same size"
             )
 
     def image(i: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Measures of translations: perplexity, and BLEU of what a model writes."""
+"""Metrics of translation models: perplexity, and the BLEU score of greedy translations."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -16,20 +16,20 @@ from jvpipe.util.extras import extra
 
 
 def perplexity(logits: Logits, params: Any, batches: Iterable[Any]) -> float:
-    """Computes the perplexity of the targets of some batches, without dropout or smoothing.
+    """Computes the perplexity of the targets in some batches, without dropout or smoothing.
 
-    It is e to the mean of nats per target.
+    It is exp(mean nats per target).
     """
     loss = jax.jit(lambda batch: prediction_loss(logits(params, batch, None), batch))
     losses = [loss(batch) for batch in batches]
-    # A mean of the batches' means would be wrong: their weights have different sums.
+    # A mean of the batches' means would be wrong, because their weights have different sums.
     nats = sum(float(x.total) for x in losses)
     weight = sum(float(x.weight) for x in losses)
     return float(np.exp(nats / weight))
 
 
 def bleu(written: Sequence[str], references: Sequence[str]) -> float:
-    """Computes sacrebleu's BLEU of some sentences, from 0 to 100, ignoring case.
+    """Computes sacrebleu's BLEU score of some sentences, from 0 to 100, ignoring case.
 
     >>> round(bleu(["the cat sat on the mat", "a dog"], ["The cat sat on the mat", "a dog"]))
     100
@@ -48,15 +48,16 @@ def translate(
     tokens: int,
     batch_size: int = 64,
 ) -> list[str]:
-    """Translates sentences greedily: each token is the likeliest one after those before it.
+    """Translates sentences greedily: each new token is the most likely one after those before it.
 
     Args:
-        logits: maps (params, batch, None) to the logits of every position, which must not look
+        logits: maps (params, batch, None) to the logits of every position. No position may look
             ahead.
         params: the parameters of the model.
         tokenizer: the tokenizer that the model was trained with.
-        sentences: the sentences to translate, each cut off after `tokens` tokens.
-        tokens: how many tokens of a sentence are read, and how many are written at most.
+        sentences: the sentences to translate; each is truncated to `tokens` tokens, with its end
+            mark.
+        tokens: the most tokens of a sentence, and the most tokens of its translation.
         batch_size: how many sentences are translated together.
     """
     marks, texts = marks_of(tokenizer), []
@@ -84,14 +85,15 @@ def _until(end: int, ids: np.ndarray) -> list[int]:
 
 
 def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "B T"]:
-    """Writes token after token. The model runs over all T positions for each token.
+    """Generates token after token. For each token, the model runs over all T positions.
 
-    That costs T times as much as with a cache of keys and values, but needs no other code.
+    This costs T times as much as with a cache of keys and values, but needs no extra code.
     """
     size, tokens = batch["inputs"].shape
 
     def write(i: Any, written: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        # Positions after i still hold the start mark. No position looks ahead, so none reads it.
+        # Positions after i still hold the start mark. Position i does not look ahead, so it does
+        # not see them.
         scores = logits(params, {**batch, "tokens": written[:, :-1]}, None)  # [B, T, V]
         scores = jax.lax.dynamic_index_in_dim(scores, i, 1, keepdims=False)  # [B, V]
         chosen = jnp.argmax(scores, -1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""English prose that every Python has: its manual, and the docstrings of installed packages.
+"""English prose of every Python installation: the manual's topics, and docstrings of packages.
 
 Source files are parsed, but never imported or run.
 """
@@ -31,10 +31,10 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
-    """Gathers the manual's topics, then docstrings, until there are `limit_characters`.
+    """Gathers the manual's topics, then docstrings, up to about `limit_characters` characters.
 
-    Files come in the order of the hash of their names, so that the limit keeps some of every
-    package. A repeated paragraph is left out.
+    Files are sorted by the hash of their names, so that the limit leaves text of every package. A
+    repeated paragraph is left out.
     """
     prose: list[str] = []
     seen: set[str] = set()
@@ -42,7 +42,7 @@ def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
     for texts in _sources():
         fresh = []
         for paragraph in (p for text in texts for p in prose_paragraphs(text)):
-            # Overriding methods often repeat the docstring of the overridden one.
+            # Overriding methods often repeat the docstring of the method that they override.
             if paragraph not in seen:
                 seen.add(paragraph)
                 fresh.append(paragraph)
@@ -64,21 +64,22 @@ def prose_paragraphs(text: str) -> Iterator[str]:
     for block in _blocks(text):
         plain = _without_markup(block)
         letters = len(_PLAIN.findall(plain))
-        # Tables, examples and lists of arguments have many other signs, or no whole sentence.
+        # Tables, examples and lists of arguments have many other characters, or no complete
+        # sentence.
         reads_well = len(plain) >= 40 and letters >= 0.9 * len(plain)
         if plain.isascii() and reads_well and _SENTENCE.fullmatch(plain):
             yield plain
 
 
 def _without_markup(block: str) -> str:
-    """Replaces roles, links and emphasis of reStructuredText by their texts, on one line."""
+    """Replaces roles, links and emphasis of reStructuredText with their texts, on one line."""
     text = _ROLE.sub("", block.replace("``", "`"))
     text = _STARS.sub(r"\1", _TARGET.sub(r"\1", text))
     return " ".join(text.split())
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Yields runs of lines with one indentation, each joined to one line."""
+    """Yields runs of lines with the same indentation, each run joined to one line."""
     lines: list[str] = []
     indent = 0
     for line in [*text.splitlines(), ""]:
@@ -95,7 +96,8 @@ def _sources() -> Iterator[Iterable[str]]:
     """Yields the texts of the manual, then those of each file."""
 
     def place(named: tuple[str, Path]) -> tuple[bytes, Path]:
-        # The name is relative to its root, so the order does not depend on where Python is.
+        # The name is relative to its root, so the order does not depend on where Python is
+        # installed.
         name, file = named
         return hashlib.sha256(name.encode()).digest(), file
 
@@ -112,21 +114,21 @@ def _roots() -> list[Path]:
 
 def _python_files(root: Path) -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(root):
-        # os.walk enters the folders that this list holds after the assignment.
+        # os.walk enters only the folders that are left in this list.
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         for file in (Path(folder, name) for name in files if name.endswith(".py")):
             yield file.relative_to(root).as_posix(), file
 
 
 def _docstrings(file: Path, limit_bytes: int = 500_000) -> Iterator[str]:
-    """Yields the docstrings of a source file; none if it cannot be read or parsed."""
+    """Yields the docstrings of a source file; nothing if the file cannot be read or parsed."""
     try:
         source = file.read_bytes()
-        # Larger files are generated.
+        # Larger files are mostly generated code.
         if len(source) > limit_bytes or b'"""' not in source:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in other people's strings
+            warnings.simplefilter("ignore")  # warnings about escapes in the parsed strings
             tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return
@@ -134,7 +136,7 @@ def _docstrings(file: Path, limit_bytes: int = 500_000) -> Iterator[str]:
 
 
 def _documented(node: Documented) -> Iterator[str]:
-    """Yields the docstring of a module, class or function, then those of what it defines."""
+    """Yields the docstrings of a module, class or function, and of all definitions in it."""
     if docstring := ast.get_docstring(node):
         yield docstring
     for child in node.body:

@@ -22,7 +22,7 @@ _SMALL = LlamaConfig(
     head_width=128,
     normed_heads=True,
 )
-# Heads are 128 wide whatever the model's width D, so H heads of width K need not make D = H K.
+# The published sizes have heads of width K = 128 for all widths D, so D = H K need not hold.
 SIZES = {
     "tiny": replace(llama.SIZES["tiny"], normed_heads=True, head_width=6),
     "mini": replace(llama.SIZES["mini"], normed_heads=True),
@@ -34,7 +34,7 @@ SIZES = {
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes Qwen 3 of a size (`tiny`, `mini`, `0.6b`, `1.7b`, `4b`, `8b`; `mini` by default).
+    """Makes a Qwen 3 of a size (`tiny`, `mini`, `0.6b`, `1.7b`, `4b`, `8b`; `mini` by default).
 
     `options` replace fields of `LlamaConfig`.
     """

@@ -1,6 +1,6 @@
-"""The recipe of a training: its optimizer, clipping and learning rates.
+"""A training recipe: the optimizer, gradient clipping and learning rates.
 
-New optimizers go into the table `OPTIMIZERS`.
+To add an optimizer, add it to the table `OPTIMIZERS`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,35 +33,36 @@ OPTIMIZERS: Mapping[str, _Made] = {
     "sgd": lambda it, rate, _: optax.sgd(rate),
     "momentum": lambda it, rate, _: optax.sgd(rate, momentum=0.9, nesterov=True),
 }
-"""Optimizers by name: functions of a recipe, the learning rate and the mask of weight decay.
+"""Optimizers by name, as functions of a recipe, the learning rate and the mask of weight decay.
 
-All options that the table does not name are optax's defaults.
-| name | optax | decay | its rate, compared with AdamW's |
+All options that the table does not name have optax's default values.
+
+| name | optax | decay | learning rate, compared with AdamW's |
 |---|---|---|---|
 | `adamw`, `nadamw` | `adamw`, `nadamw` with the recipe's b2 | yes | the same |
 | `adam` | `adam` with the recipe's b2 | no | the same |
-| `adafactor` | `adafactor` under the recipe's clipping and rate alone | no | the same |
+| `adafactor` | `adafactor` with only the recipe's clipping and rate | no | the same |
 | `lamb` | `lamb` | yes | larger |
 | `lion` | `lion` | yes | a third to a tenth |
 | `rmsprop` | `rmsprop` | no | the same |
-| `sgd`, `momentum` | `sgd`, and with Nesterov's momentum of 0.9 | no | much larger |
+| `sgd`, `momentum` | `sgd`, without and with Nesterov's momentum of 0.9 | no | much larger |
 """
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer with a clipped gradient. Its learning rate warms up, then falls along a cosine.
+    """An optimizer with clipped gradients, and a learning rate with warmup and cosine decay.
 
     Attributes:
-        learning_rate: the greatest rate, at the end of the warmup. The last step's rate is near
-            zero.
-        warmup: the fraction of all steps that warm up.
-        weight_decay: for matrices. Biases and scales do not decay.
-        clip_norm: the greatest norm of the gradient of all parameters.
-        b2: Adam's decay of second moments.
-        warmup_steps: the number of steps that warm up; overrides `warmup`.
+        learning_rate: the peak rate, which the warmup reaches at its end. The last step's rate is
+            near zero.
+        warmup: the fraction of all steps that belong to the warmup.
+        weight_decay: the weight decay of matrices. Biases and scales do not decay.
+        clip_norm: gradients of a larger global norm are scaled down to this norm.
+        b2: Adam's decay rate of second moments.
+        warmup_steps: the number of warmup steps; overrides `warmup`.
         optimizer_name: a key of `OPTIMIZERS`; AdamW is arXiv:1711.05101.
-        trained: a pattern. Parameters whose path does not match it stay as they are.
+        trained: a pattern. Parameters whose path does not match the pattern stay unchanged.
 
     >>> Recipe(learning_rate=1.0, warmup=0.5).learning_rates(4).round(3).tolist()
     [0.5, 1.0, 1.0, 0.5]
@@ -84,28 +85,29 @@ class Recipe:
         if updates is None:
             updates = round(self.warmup * total_steps)
         warmup_steps = min(max(1, updates), total_steps)
-        # The warmup's first update has the rate peak / warmup_steps, not 0, and its last the peak.
+        # The first update of the warmup has the rate peak / warmup_steps, the last one has the
+        # peak.
         peak = self.learning_rate
         rise = optax.linear_schedule(peak / warmup_steps, peak, max(1, warmup_steps - 1))
         fall = optax.cosine_decay_schedule(peak, max(1, total_steps - warmup_steps))
         return optax.join_schedules([rise, fall], [warmup_steps])
 
     def learning_rates(self, total_steps: int) -> np.ndarray:
-        """Returns the learning rate of each step for the log, [total_steps] float32.
+        """Returns the learning rate of each step, [total_steps] float32, for the log.
 
-        The rates are on the host, so that reading them waits for no device.
+        The rates are on the host, so that reading them does not wait for a device.
         """
         steps = jnp.arange(total_steps, dtype=jnp.float32)
         return np.asarray(jax.vmap(self.schedule(total_steps))(steps))
 
     def optimizer(self, total_steps: int, *, local: bool = False) -> optax.GradientTransformation:
-        """Makes the optimizer: clipping by the global norm, then the update under the schedule.
+        """Makes the optimizer: clipping by the global norm, then the optimizer's update.
 
-        With `local`, each number of a gradient is clipped on its own. Asynchronous pipelines need
+        With `local`, each element of a gradient is clipped separately. Asynchronous pipelines need
         this, because they never have all gradients at once.
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
-        # Biases and scales, which do not decay, are the vectors among the parameters.
+        # Vectors are biases and scales, which do not decay.
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
         make = OPTIMIZERS[self.optimizer_name]
         update = optax.chain(clip, make(self, self.schedule(total_steps), decayed))

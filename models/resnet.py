@@ -2,17 +2,16 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-Each group of blocks works on half the side and twice the channels of the group before. In a
-block that halves the image, the 3 x 3 convolution has the stride (as in arXiv:1706.02677).
-A ReLU stands before each convolution, not after each sum, so blocks pass on sums without a
-ReLU.
+Each group of blocks works on half the side and twice the channels of the group before. In a block
+that halves the image, the 3 x 3 convolution has the stride (as in arXiv:1706.02677). A ReLU
+precedes each convolution and does not follow the sum, so a block returns the sum without a ReLU.
 
     x ──┬── reduce 1x1 ── middle 3x3 ── expand 1x1 ──(+)── y     arXiv:1512.03385, figure 5
         └────────────── shortcut 1x1, or ReLU ────────┘
     4 C       C             C               4 C
 
-The loss takes and returns the running averages of batch norm (`has_state=True`). Without a key, it
-uses the averages instead of the batch's statistics and does not change them.
+The loss takes and returns the running averages of batch norm (`has_state=True`). If the loss gets
+no key, it uses the averages instead of the batch's statistics and does not change them.
 """
 
 from dataclasses import dataclass
@@ -43,8 +42,8 @@ BLOCKS = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
-"""The blocks of each group, by depth. The depth counts convolutions (without shortcuts) and the
-linear map."""
+"""The number of blocks in each group, by depth. The depth counts convolutions (without shortcuts)
+and the linear map."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class ResNetConfig(ClassConfig):
     Attributes:
         depth: the number of convolutions without shortcuts, plus one for the linear map; a key of
             `BLOCKS`.
-        filters: the filters of the first group, whose result has 4 times as many channels.
+        filters: the filters of the first group; the group's result has 4 times as many channels.
         stem_reductions: how often the stem halves the image: 2, or 0 for small images.
     """
 
@@ -85,7 +84,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Three convolutions, added to the input or to a projection of it. The middle one is 3 x 3."""
+    """Three convolutions, whose result is added to the input or to a projection of the input."""
 
     inputs: int
     channels: int
@@ -98,7 +97,7 @@ class Bottleneck:
 
     @property
     def units(self) -> dict[str, Convolution]:
-        """The convolutions by name. There is a `shortcut` if the input has another shape."""
+        """The convolutions by name, with a `shortcut` if input and result differ in shape."""
         strides = (self.stride, self.stride)
         chain = {
             "reduce": Convolution(self.inputs, self.channels),
@@ -120,7 +119,7 @@ class Bottleneck:
 
         y = after("expand", after("middle", after("reduce", x)))
         if "shortcut" in units:
-            # Unlike the identity below, the projection has its own ReLU.
+            # The projection begins with a ReLU, and the identity below gets one, too.
             return after("shortcut", x) + y, new
         return jax.nn.relu(x) + y, new
 
@@ -136,18 +135,19 @@ class ResNet:
         """The convolution from colors to channels."""
         size, stride = (7, 2) if self.config.stem_reductions else (3, 1)
         kernel, strides = (size, size), (stride, stride)
-        # No ReLU, because colors may be negative and are not the output of a layer.
+        # The stem has no ReLU, because it reads colors, which may be negative.
         return Convolution(3, self.config.filters, kernel, strides, linear=True)
 
     @property
     def blocks(self) -> dict[str, Bottleneck]:
-        """The blocks in their order, by name."""
+        """The blocks by name, in order."""
         blocks: dict[str, Bottleneck] = {}
         inputs = self.config.filters
         for group, count in enumerate(BLOCKS[self.config.depth]):
             channels = self.config.filters << group
             for i in range(count):
-                # The first group does not halve the image: the stem halves large images.
+                # The first group does not halve the image, because the stem has already halved
+                # large images.
                 stride = 2 if group and not i else 1
                 block = Bottleneck(inputs, channels, stride)
                 blocks[f"{len(blocks):03}"] = block
@@ -169,7 +169,7 @@ class ResNet:
         return {"stem": stem, "blocks": of_blocks, "head": self.head.init(keys[1])}
 
     def averages(self) -> Tree:
-        """Makes the model state before any step: the running averages."""
+        """Makes the initial model state: the running averages."""
         blocks = {
             name: {n: unit.averages() for n, unit in block.units.items()}
             for name, block in self.blocks.items()
@@ -179,9 +179,9 @@ class ResNet:
     def loss_fn(
         self, params: Tree, averages: Tree, batch: Tree, rng: jax.Array | None
     ) -> tuple[Weighted, Tree, Tree]:
-        """Computes the loss of classes, the new averages and the top-1.
+        """Computes the loss of classes, the new averages and the top-1 accuracy.
 
-        Without a key, the averages are used and stay as they are.
+        Without a key, the loss uses the averages and returns them unchanged.
         """
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)
@@ -197,7 +197,7 @@ class ResNet:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes ResNet of a size (`tiny`, `mini`, `50`, `101`, `152`; `mini` by default).
+    """Makes a ResNet of a size (`tiny`, `mini`, `50`, `101`, `152`; `mini` by default).
 
     `options` replace fields of `ResNetConfig`.
     """

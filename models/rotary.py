@@ -1,6 +1,7 @@
-"""Rotary positions (arXiv:2104.09864): pairs of numbers in queries and keys turn with the position.
+"""Rotary positions (arXiv:2104.09864): pairs of numbers in queries and keys rotate by position.
 
-A turned query times a turned key depends only on the distance between their positions.
+The product of a rotated query and a rotated key depends only on the distance between their
+positions, and not on the positions themselves.
 
 Axes: B batch, T tokens, H heads, K width of a head, P = K / 2 pairs of numbers.
 """
@@ -17,15 +18,15 @@ Heads = Float[Array, "B T H K"]
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles by which pairs turn from one position to the next, from 1 to 1 / `theta`.
+    """The angles by which pairs rotate per position. They range from 1 down to about 1 / `theta`.
 
-    A text longer than those of training would reach angles that training never saw. `stretch`
-    divides angles to prevent this:
+    A text that is longer than those in training would reach angles that training never saw.
+    `stretch` divides angles to prevent this:
 
     - Without `original`, it divides all angles (linear interpolation, arXiv:2306.15595).
-    - With `original`, the length of training, Llama 3.1's rule holds (arXiv:2407.21783). If a pair
-      makes fewer than `low` turns in that length, its angle is divided. If it makes more
-      than `high` turns, its angle stays. Between the two, the rule interpolates.
+    - With `original`, the length of texts in training, Llama 3.1's rule applies (arXiv:2407.21783).
+      The angle of a pair that makes fewer than `low` turns in that length is divided. The angle of
+      a pair that makes more than `high` turns stays. In between, the rule interpolates.
 
     >>> Rotation(1e4).rates(4).round(6).tolist()
     [1.0, 0.009999999776482582]
@@ -49,23 +50,25 @@ class Rotation:
             return rates
         if not self.original:
             return rates / self.stretch
-        # Fast pairs distinguish neighbors and stay. Slow pairs never completed a turn in training.
+        # Fast pairs stay, because they distinguish neighbors. Slow pairs never made a turn in
+        # training.
         turns = rates * (self.original / (2 * pi))
         kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return kept * rates + (1 - kept) * rates / self.stretch
 
 
 def turned(x: Heads, rates: Float[Array, "P"]) -> Heads:
-    """Turns each pair of numbers by its position times its rate.
+    """Rotates each pair of numbers by its position times its rate.
 
-    Number i of a head pairs with number i + K / 2, as in Hugging Face's weights. The paper pairs
-    numbers 2 i and 2 i + 1.
+    Numbers i and i + K / 2 of a head are a pair, as in Hugging Face's weights. In the paper,
+    numbers 2 i and 2 i + 1 are a pair.
 
     Args:
         x: queries or keys.
         rates: the angle per position of each pair, from `Rotation.rates`.
     """
-    # Positions are float32: bfloat16 has no odd integers above 256, so neighbors would coincide.
+    # Positions are float32, because bfloat16 has no odd integers above 256: neighbors would
+    # coincide.
     positions = jax.lax.iota(jnp.float32, x.shape[1])[None, :, None, None]
     angles = positions * rates[None, None, None]  # [1, T, 1, P]
     cos, sin = jnp.cos(angles), jnp.sin(angles)

@@ -1,4 +1,4 @@
-"""Streamed texts: never in memory as a whole, and with a position from which a run can resume."""
+"""Streamed texts, which are never all in memory, with a position from which a run can resume."""
 
 import copy
 import hashlib
@@ -28,7 +28,7 @@ class Head:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all these rows."""
+        """The SHA-256 digest of all these rows."""
         rows = json.dumps([*self.held_out, *self.first], sort_keys=True, default=str)
         return hashlib.sha256(rows.encode()).hexdigest()
 
@@ -37,10 +37,10 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
     """Reads the beginning of a stream.
 
     Args:
-        rows: opens the stream at its beginning.
+        rows: a function that opens the stream at its beginning.
         name: the name of the stream, for messages.
-        characters: how many characters are read.
-        one_in: one of so many characters is held out.
+        characters: about how many characters are read.
+        one_in: one character in `one_in` is held out, rounded up to whole rows.
 
     Raises:
         ValueError: the stream has fewer than two rows.
@@ -54,22 +54,22 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
             break
     if len(head) < 2:
         raise ValueError(
-            f"'{name}' has {len(head)} rows: give two at least, one is held out and one trained on"
+            f"'{name}' has {len(head)} rows: give at least two, because one of them is held out"
         )
-    # The smallest number of rows that hold 1 / `one_in` of the characters. All rows do, so
-    # there is such a number; but at least one row must be left to train on.
+    # `count` is the smallest number of rows with 1 / `one_in` of the characters. All rows have that
+    # many, so `next` finds a number. At least one row must be left to train on.
     enough = (i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
     count = min(next(enough), len(head) - 1)
     return Head(tuple(head[:count]), tuple(head[count:]))
 
 
 class Rows(grain.IterDataset):
-    """The rows of a stream, repeated without end. The first few are held out and left out here.
+    """The rows of a stream without the held-out rows at its beginning, repeated endlessly.
 
     Args:
-        rows: opens the stream as a data set of Hugging Face, which has `skip`, `state_dict` and
-            `load_state_dict`.
-        skipped: how many rows are held out.
+        rows: a function that opens the stream as a Hugging Face data set, which has `skip`,
+            `state_dict` and `load_state_dict`.
+        skipped: the number of held-out rows.
     """
 
     def __init__(self, rows: Callable[[], Any], skipped: int) -> None:
@@ -81,7 +81,7 @@ class Rows(grain.IterDataset):
 
 
 class _RowsIterator(grain.DatasetIterator):
-    """The position in a stream: how often it has ended, and the position of the current pass."""
+    """An iterator over rows. Its position is the number of past passes and a place in this pass."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class PackedTexts(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """The position between two records: the current text's place, and how many of its ids are used.
+    """An iterator over records. Its position is a text's place and the number of its used ids.
 
     text          │ a a a a a a a │ b b b │ c c c c c c ...
     record        │ ^ a a a a │ ^ a a a b │ ^ b b c c │         ^ the start mark
@@ -136,8 +136,8 @@ class _PackedIterator(grain.DatasetIterator):
 
     def __next__(self) -> Int32[np.ndarray, "T"]:
         parts, room = [np.array([self._marks.start], np.int32)], self._room
-        # Each round fills the record or uses up a text. A text has at least its end mark,
-        # so the loop ends.
+        # The loop ends because each round fills the record or uses up a text, and each text has at
+        # least an end mark.
         while room:
             if self._ids is None:
                 self._read()
@@ -151,13 +151,13 @@ class _PackedIterator(grain.DatasetIterator):
         return np.concatenate(parts)
 
     def _read(self) -> None:
-        # This is the place before the text, because a resumed run must read the text again.
+        # `_place` is the place before the text, because a resumed run must read the text again.
         self._place, self._used = self._parent.get_state(), 0
         ids = self._tokenizer.encode(next(self._parent), add_special_tokens=False).ids
         self._ids = np.array([*ids, self._marks.end], np.int32)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place of the text where the last record ends, and how much of it is used."""
+        """Returns the place of the text in which the last record ends, and how many ids it used."""
         if self._ids is None:
             return {"text": self._parent.get_state(), "used": 0}
         return {"text": self._place, "used": self._used}
@@ -176,8 +176,8 @@ def stream_batches(
 ) -> Batches:
     """Makes batches of `transform(record, generator)`, shuffled within windows.
 
-    The state of the batches is the place in the stream where the present window begins, and
-    how many of the window's records were taken.
+    The state of the batches is the place in the stream at which the present window begins, and the
+    number of the window's records that were used.
     """
     shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=window, seed=seed)
     return iter(shuffled.seed(seed).random_map(transform).batch(batch_size))

@@ -1,11 +1,11 @@
-"""T5 (arXiv:1910.10683): an encoder and a decoder of text, in Flax NNX.
+"""T5 (arXiv:1910.10683): an encoder-decoder model of text, in Flax NNX.
 
 Axes: B batch, T tokens of each half of a record, D model, H heads, V vocabulary.
 
 The encoder reads the first half of a record. The decoder predicts the second half, and each of its
-blocks attends to the encoder's result (`read`). Departures from the paper: layer norm and products
-have biases, and ALiBi (arXiv:2108.12409) replaces learned biases of distances. With `published`,
-the model is as in the paper (`t5_published.py`).
+blocks attends to the encoder's result (`read`). In contrast to the paper, layer norms and linear
+maps have biases, and ALiBi (arXiv:2108.12409) replaces learned biases by distance. With
+`published`, the model is as in the paper (`t5_published.py`).
 
     inputs ── embeddings ── encoder 0 ── ... ── encoder n ── read ──┬────────────┬──────┐
     tokens ── embeddings ─────────────────────────────────── decoder 0 ── ... ── n ── head
@@ -50,14 +50,14 @@ class T5Config(TransformerConfig):
     """The shape of a T5. The fields from `head_width` on apply only if `published`.
 
     Attributes:
-        blocks: the number of blocks of the encoder, and of the decoder.
+        blocks: the number of blocks of the encoder, and also of the decoder.
         published: whether the model is as in the paper (`t5_published.py`).
         head_width: the width of a head.
-        buckets: how many kinds of distances have a bias.
-        distance: all distances from this one on are of the last kind.
+        buckets: the number of classes of distances, each of which has a bias.
+        distance: all distances from this one on are in the last class.
         gated: whether the feed-forward network is gated.
         tied: whether the output projection is the transposed token embedding.
-        scaled: whether the projection's input is multiplied by D^-0.5; None: only if tied.
+        scaled: whether the projection's input is multiplied by D^-0.5; None means only if tied.
     """
 
     vocabulary: int = 32128
@@ -71,13 +71,13 @@ class T5Config(TransformerConfig):
     scaled: bool | None = None
 
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
-        """Returns the bias of distances (ALiBi)."""
+        """Returns the bias by distance (ALiBi)."""
         return distance_bias(self.heads, tokens)
 
 
 class _DecoderConfig(T5Config):
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
-        """Returns the encoder's bias, with later tokens hidden."""
+        """Returns the bias of the encoder, but hides later tokens."""
         return looking_back(tokens) + distance_bias(self.heads, tokens)
 
 
@@ -102,9 +102,9 @@ class Embeddings(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Attention to the encoder, then a block whose tokens look back.
+    """Attention to the encoder, then a block in which tokens attend only to earlier tokens.
 
-    The paper has them in the other order: self-attention comes first.
+    In the paper, self-attention comes before attention to the encoder.
     """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
@@ -122,7 +122,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Maps the vector of a position to logits of the next token. It is not tied."""
+    """Maps the vector of a position to the logits of the next token, by an untied projection."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.norm = layer_norm(config, rngs)
@@ -134,7 +134,7 @@ class Head(nnx.Module):
 
 
 class Read(nnx.Module):
-    """A norm of the encoder's result, which all blocks of the decoder read."""
+    """The norm of the encoder's result. All blocks of the decoder read it."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.norm = layer_norm(config, rngs)
@@ -159,11 +159,11 @@ def parts(config: T5Config) -> Parts:
 
 
 def loss_function(config: T5Config) -> LossFunction:
-    """Makes `loss_fn(params, batch, rng)`, the loss of the second halves.
+    """Makes `loss_fn(params, batch, rng)`, the loss of the second halves of records.
 
-    The batch holds `inputs` (what the encoder reads), `tokens` (what the decoder reads) and
-    `targets` [B, T] int32, and `weights` [B, T] float32, 0 for a position that does not count. The
-    loss has the `total` of the cross entropies in nats and the sum of the weights.
+    The batch holds `inputs` (for the encoder), `tokens` (for the decoder) and `targets` [B, T]
+    int32, and `weights` [B, T] float32, which are 0 for positions that do not count. The loss has
+    the `total` of the cross entropies in nats, and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 
@@ -179,7 +179,7 @@ def logits_function(config: T5Config) -> Logits:
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         x = model.through("encoder", params["encoder"], x, key)
         read = model.part("read", params["read"])(x)
-        # `read` drops nothing, so its key is free for the second use of the embeddings.
+        # The module `read` has no dropout, so its key is free for the second use of the embeddings.
         y = embeddings(batch["tokens"], model.key("read", key))
         y = model.through("decoder", params["decoder"], y, key, read)
         return model.part("head", params["head"])(y)
@@ -209,7 +209,7 @@ FORMAT = t5_published.FORMAT
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes T5 of a size (`tiny`, `mini`, `small`, `780m`; `mini` by default).
+    """Makes a T5 of a size (`tiny`, `mini`, `small`, `780m`; `mini` by default).
 
     `options` replace fields of `T5Config`.
     """

@@ -2,9 +2,10 @@
 
 Axes: B batch, T tokens, S attended tokens, D model, H heads, F feed-forward, V vocabulary.
 
-Layer norm neither centers nor shifts, products have no biases, and scores are not divided. A
-learned bias for each kind of distance gives the distance of two tokens. All blocks of the encoder
-share one table of these biases, and all blocks of the decoder another.
+Layer norm neither centers nor shifts, linear maps have no biases, and scores are not divided by the
+square root of the head width. A learned bias for each class of distances encodes the distance of
+two tokens. All blocks of the encoder share one table of these biases, and all blocks of the decoder
+share another.
 """
 
 import math
@@ -35,22 +36,24 @@ from jvpipe.models.weights import norm as norm_of
 from jvpipe.models.weights import table as table_of
 
 _TABLE, _HEAD = "shared.weight", "lm_head.weight"
-"""The embedding and the projection, which are one tensor if tied."""
+"""The embedding and the projection, which are the same tensor if tied."""
 Table = Float[Array, "buckets H"]
-"""The bias of each head for each kind of distance. All blocks of a half share a table."""
+"""The bias of each head for each class of distances. All blocks of the encoder share a table, and
+so do those of the decoder.
+"""
 
 
 def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[Array, "T T"]:
-    """Returns the kind of distance from each token (row) to each other one.
+    """Returns the class of the distance from each token (row) to each other token (column).
 
-    Half of the kinds are for exact, short distances. The others divide longer distances evenly on a
+    Half of the classes have one short distance each. The others divide longer distances evenly on a
     log scale.
 
     Args:
         tokens: T.
-        buckets: the number of kinds.
-        distance: all distances from this one on are of the last kind.
-        ahead: whether half of all kinds are for tokens ahead. If not, tokens ahead count as
+        buckets: the number of classes.
+        distance: all distances from this one on are in the last class.
+        ahead: whether half of the classes are for later tokens. If not, later tokens count as
             distance 0.
 
     >>> buckets_of(3, 8, 16, ahead=True).tolist()
@@ -59,8 +62,8 @@ def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[
     forward = jnp.arange(tokens)[None] - jnp.arange(tokens)[:, None]  # [T, T]
     half = buckets // 2 if ahead else buckets
     far = jnp.abs(forward) if ahead else jnp.maximum(-forward, 0)
-    # Kinds in each direction:  0 1 2 3 ... exact - 1  |  exact ... half - 1
-    #                           exact distances        |  up to `distance`, log scale
+    # Classes of a direction:   0 1 2 3 ... exact - 1  |  exact ... half - 1
+    #                           one distance each      |  up to `distance`, log scale
     exact = half // 2
     ratio = jnp.maximum(far, 1).astype(jnp.float32) / exact
     log = jnp.log(ratio) / math.log(distance / exact) * (half - exact)
@@ -84,7 +87,7 @@ class Embeddings(nnx.Module):
 
 
 class Distances(nnx.Module):
-    """The table of each head's biases for each kind of distance."""
+    """The table of each head's biases for each class of distances."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(config.width**-0.5)
@@ -92,12 +95,12 @@ class Distances(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention with H heads, whose scores are not divided."""
+    """Attention with H heads, whose scores are not divided by the square root of the head width."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, inner = config.width, config.heads * config.head_width
         self.heads = config.heads
-        # Queries begin smaller by the root of a head's width, because scores are not divided by it.
+        # Scores are not divided by the root of the head width, so initial queries are.
         self.queries = _linear(config, rngs, D, inner, (D * config.head_width) ** -0.5)
         self.keys = _linear(config, rngs, D, inner, D**-0.5)
         self.values = _linear(config, rngs, D, inner, D**-0.5)
@@ -114,7 +117,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """A network with a hidden layer of F units, times a linear map of the input if `gated`."""
+    """A network with F hidden units, which are multiplied by another linear map if `gated`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, units = config.width, config.feed_forward or 4 * config.width
@@ -124,9 +127,10 @@ class FeedForward(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Maps each token alone."""
+        """Maps each token separately."""
         y = self.expand(x)  # [B, T, F]
-        # T5 1.1 is gated (GEGLU, arXiv:2002.05202). The activated part is wi_0 of transformers.
+        # T5 1.1 is gated (GEGLU, arXiv:2002.05202). `expand`, which is activated, is transformers'
+        # wi_0.
         y = jax.nn.relu(y) if self.gate is None else self.gate(x) * jax.nn.gelu(y)
         return self.contract(dropped(self.dropout, y, key))
 
@@ -142,7 +146,7 @@ class EncoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def bias(self, table: Table, tokens: int) -> Float[Array, "H T T"]:
-        """Returns the bias of scores by distance."""
+        """Returns the bias of scores, by distance."""
         kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=True)
         return jnp.moveaxis(table[kinds], -1, 0)
 
@@ -150,7 +154,7 @@ class EncoderBlock(nnx.Module):
         """Returns the tokens after the block."""
         k0, k1, k2, k3 = keys_of(key, 4)
         y = _normed(self.attention_norm, x)
-        # Each block looks up the bias itself, because a cut then sends the small table, not [H, T,
+        # Each block looks up the bias itself, so that a cut sends the small table instead of [H, T,
         # T].
         mixed = self.attention(y, y, self.bias(table, x.shape[1]), k0)
         x = x + dropped(self.dropout, mixed, k1)
@@ -159,7 +163,7 @@ class EncoderBlock(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Attention that looks back, attention to the encoder, then a feed-forward network.
+    """Attention to earlier tokens, attention to the encoder, then a feed-forward network.
 
     Each is added to its input.
     """
@@ -175,7 +179,7 @@ class DecoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def bias(self, table: Table, tokens: int) -> Float[Array, "H T T"]:
-        """Returns the bias of scores by distance, with later tokens hidden."""
+        """Returns the bias of scores, by distance; it hides later tokens."""
         kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=False)
         ahead = jnp.arange(tokens)[None] > jnp.arange(tokens)[:, None]
         by_distance = jnp.moveaxis(table[kinds], -1, 0)
@@ -195,7 +199,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Maps the vector of a position to logits of the next token, by the embedding if `tied`."""
+    """Maps a position's vector to the logits of the next token, by the embedding if `tied`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, vocabulary = config.width, config.vocabulary
@@ -207,7 +211,7 @@ class Head(nnx.Module):
     def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Returns logits in float32."""
         x = _normed(self.norm, x)
-        # The numbers of a tied table have variance 1, as embeddings need. D^-0.5 keeps logits
+        # The numbers of a tied table have variance 1, as embeddings need. So D^-0.5 keeps logits
         # small.
         x = x if self.scale is None else x * self.scale
         logits = tokens.attend(x) if self.output is None else self.output(x)
@@ -215,7 +219,7 @@ class Head(nnx.Module):
 
 
 class Read(nnx.Module):
-    """A norm of the encoder's result, with dropout. All blocks of the decoder read it."""
+    """The norm of the encoder's result, with dropout. All blocks of the decoder read it."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.norm = _norm(config, rngs)
@@ -251,7 +255,8 @@ def logits_function(config: TransformerConfig) -> Logits:
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         x = model.through("encoder", params["encoder"], x, key, encoder_table)
         read = model.part("read", params["read"])(x, model.key("read", key))
-        # Tables of distances drop nothing, so the second use of the embeddings takes their key.
+        # Tables of distances have no dropout, so their key is free for the second use of the
+        # embeddings.
         y = embeddings(batch["tokens"], model.key("encoder_distances", key))
         # A cut in the decoder sends two arrays of [B, T, D], y and `read`, and the table.
         y = model.through("decoder", params["decoder"], y, key, read, decoder_table)
@@ -275,12 +280,12 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
-    """Reads the fields of a `T5Config` from a folder, and refuses what our model lacks.
+    """Reads the fields of a `T5Config` from a folder, and rejects unsupported settings.
 
-    A newer config.json calls every projection tied, so the tensors decide: the projection
-    is tied unless the folder has a tensor for it that differs from the embedding. An older
-    config.json does not say whether logits are `scaled`: they are scaled if it calls the
-    projection tied, or does not say.
+    A newer config.json says that every projection is tied, so the tensors decide: the projection is
+    tied unless the folder has a tensor for it that differs from the embedding. An older config.json
+    does not say whether logits are `scaled`. They are scaled unless this config.json says that the
+    projection is not tied.
     """
     gated = settings.get("feed_forward_proj", "relu") == "gated-gelu"
     tied = settings.get("tie_word_embeddings", True)
@@ -315,7 +320,7 @@ def _sources(config: Any) -> dict[str, Source]:
     """Maps each parameter to its tensors in a folder."""
     sources = table_of("embeddings.tokens", _TABLE.removesuffix(".weight"))
     for half, last_part in (("encoder", "read"), ("decoder", "head")):
-        # The folder stores the table of each half in the half's first block.
+        # The folder stores the tables of distances in the first blocks of encoder and decoder.
         first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias"
         sources |= table_of(f"{half}_distances.table", first)
         sources |= norm_of(f"{last_part}.norm", f"{half}.final_layer_norm", bias=False)
@@ -329,7 +334,7 @@ def _sources(config: Any) -> dict[str, Source]:
 
 
 def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
-    """Returns the sources of a block. `theirs` numbers its sublayers: 0, 1 and, in a decoder, 2."""
+    """Returns the sources of a block. The folder numbers sublayers: 0, 1 and, in a decoder, 2."""
     sources = _attention(f"{ours}.attention", f"{theirs}.0", "SelfAttention")
     last = f"{theirs}.1"
     if decodes:
@@ -347,7 +352,7 @@ def _attention(ours: str, theirs: str, kind: str) -> dict[str, Source]:
     """Returns the sources of an attention and of the norm before it."""
     sources = norm_of(f"{ours}_norm", f"{theirs}.layer_norm", bias=False)
     for part in ("queries", "keys", "values", "output"):
-        letter = part[0]  # transformers names the four maps q, k, v and o
+        letter = part[0]  # in transformers, the four maps are called q, k, v and o
         sources |= linear_of(f"{ours}.{part}", f"{theirs}.{kind}.{letter}", bias=False)
     return sources
 
@@ -363,7 +368,8 @@ FORMAT = Format(
     },
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
 )
-"""T5ForConditionalGeneration, of version 1.0 (`tied`) and 1.1.
+"""T5ForConditionalGeneration, of the versions 1.0 (`tied`) and 1.1.
 
-The ignored tensor is a table of distances for attention to the encoder, which never uses it.
+The ignored tensor is a table of distances for attention to the encoder, which does not use
+distances.
 """

@@ -1,4 +1,4 @@
-"""Text as training data: records of tokens, examples, and the loss of a simple guess."""
+"""Text as training data: records of tokens, examples, and the loss of a simple baseline."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,24 +35,24 @@ def open_text(
     form: Form = PACKED,
     held_out_tokens: int = 32768,
 ) -> Data:
-    """Opens text as batches of records of `tokens` ids. `run_dir` keeps the tokenizer.
+    """Opens text as batches of records of `tokens` ids. The tokenizer is stored in `run_dir`.
 
     Args:
-        data_path: a file or folder, or a name on a hub, whose data is streamed.
+        data_path: a file or folder, or the name of a data set on the hub, which is streamed.
         run_dir: the folder of the run.
         seed: determines the order of records.
         batch_size: the number of records in a batch.
         vocabulary: the largest vocabulary that the tokenizer may have.
         tokens: the length of a record.
-        first: the least id of a target, if we train the tokenizer.
+        first: the least id that is predicted, if the tokenizer is trained here.
         transform: maps the size of the vocabulary and the marks to a function that makes an example
-            of a record.
+            from a record.
         form: makes records of documents.
-        held_out_tokens: how many tokens are evaluated at most, in whole records.
+        held_out_tokens: the most tokens that are evaluated; at least one record is.
 
     Raises:
-        ValueError: what `open_documents` and `open_tokenizer` raise, or the text is too short for
-            one record.
+        ValueError: as in `open_documents` and `open_tokenizer`; or the text is too short for one
+            record.
     """
     documents = open_documents(data_path, form.field)
     tokenizer = open_tokenizer(run_dir, documents.first, vocabulary)
@@ -72,7 +72,7 @@ def open_text(
     else:
         streamed = form.streamed(documents.stream, tokenizer, tokens)
         train = stream_batches(streamed, example_of, seed, batch_size)
-    # If there is a stream, the baseline counts only the ids at its beginning.
+    # If there is a stream, the baseline counts only the ids at the stream's beginning.
     least = min(first, marks.first)
     return Data(
         train=train,
@@ -89,11 +89,11 @@ def _records(
     form: Form,
     tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the records to train on and those held out; they are made once and then cached.
+    """Returns the records to train on and the held-out records; they are made once, then cached.
 
     Args:
-        documents: the documents in memory; their stream is not read.
-        tokenizer: makes tokens of them.
+        documents: the documents; their stream is not read.
+        tokenizer: turns documents into token ids.
         form: makes records of documents.
         tokens: the length of a record.
     """
@@ -106,7 +106,7 @@ def _records(
 
 
 def _texts(records: Int32[np.ndarray, "N ..."]) -> Int32[np.ndarray, "..."]:
-    """Returns the ids of records; of conversations, only those that are learned."""
+    """Returns the ids of records; for conversations, only the learned ids."""
     if records.ndim == 2:
         return records
     ids, learned = records[:, 0], records[:, 1]
@@ -122,13 +122,13 @@ def open_next_tokens(
     vocabulary: int,
     tokens: int,
 ) -> Data:
-    """Opens text as batches in which every token is predicted from those before it.
+    """Opens text as batches in which every token is predicted from the tokens before it.
 
-    If data has `messages` and no `text`, it holds conversations, and only the assistant is
+    If data has `messages` and no `text`, it holds conversations, and only the assistant's words are
     predicted.
 
     Raises:
-        ValueError: what `open_text` raises, or conversations have no chat template.
+        ValueError: as in `open_text`; or there is no chat template for conversations.
     """
     form, transform = PACKED, next_tokens
     if are_conversations(data_path):
@@ -139,7 +139,7 @@ def open_next_tokens(
         seed,
         batch_size,
         vocabulary=vocabulary,
-        tokens=tokens + 1,  # the last one is a target alone
+        tokens=tokens + 1,  # the last token is only a target
         first=SEP,
         transform=lambda *_: transform,
         form=form,
@@ -149,15 +149,15 @@ def open_next_tokens(
 def _template(data_path: Path | None, run_dir: Path) -> ChatTemplate:
     if (template := read_template(run_dir)) is None:
         raise ValueError(
-            f"'{data_path}' has conversations, and there is no chat template that writes them "
-            "out: begin with --init-from a folder that has one (chat_template.jinja, or in its "
-            "tokenizer_config.json), or give a field 'text'"
+            f"'{data_path}' has conversations, but there is no chat template to format them: "
+            "start with --init-from and a folder that has a template (in chat_template.jinja or "
+            "tokenizer_config.json), or give data with a field 'text'"
         )
     return template
 
 
 def next_tokens(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
-    """Makes an example of a record: `tokens`, the `targets` that follow them, and `weights` of 1.
+    """Makes an example: `tokens`, the next tokens as `targets`, and `weights` of 1.
 
     >>> example = next_tokens(np.array([1, 7, 8, 9], np.int32), np.random.default_rng(0))
     >>> example["tokens"].tolist(), example["targets"].tolist()
@@ -179,7 +179,7 @@ def open_halves(
     vocabulary: int,
     tokens: int,
 ) -> Data:
-    """Opens text as batches whose second half is predicted from the first, like `open_text`."""
+    """Opens text as batches of records whose second half is predicted from the first half."""
     return open_text(
         data_path,
         run_dir,
@@ -195,7 +195,8 @@ def open_halves(
 def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
     """Makes an example whose second half is predicted.
 
-    `inputs` is the first half, `tokens` the second, `targets` follow `tokens`, and `weights` are 1.
+    `inputs` is the first half, `tokens` is the second half, `targets` are the tokens after each of
+    `tokens`, and `weights` are 1.
 
     >>> example = halves(np.array([1, 7, 8, 9, 4], np.int32), np.random.default_rng(0))
     >>> example["inputs"].tolist(), example["tokens"].tolist(), example["targets"].tolist()
@@ -208,7 +209,7 @@ def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Ba
 def frequency_loss(
     records: Int32[np.ndarray, "..."], held_out: Sequence[Batch], vocabulary: int, first: int
 ) -> float:
-    """Returns the held-out loss, in nats, of a predictor that knows only how often each id occurs.
+    """Returns the held-out loss, in nats, of a predictor that knows only the frequency of each id.
 
     Args:
         records: the ids that are counted.
@@ -216,7 +217,7 @@ def frequency_loss(
         vocabulary: the number of ids.
         first: the least id that is predicted.
     """
-    # Laplace's rule: plus one, because an id with a count of 0 would cost infinitely many nats.
+    # Laplace's rule adds 1 to each count. With a count of 0, a loss could be infinite.
     counts = np.bincount(records.reshape(-1), minlength=vocabulary)[first:] + 1.0
     losses = np.log(counts.sum()) - np.log(counts)
     total = weight = 0.0

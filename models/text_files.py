@@ -1,6 +1,7 @@
 """Reads texts and conversations from files.
 
-A file is a plain text, or has a text or a conversation in each line (.jsonl) or row (.parquet).
+A file either is one plain text, or has a text or a conversation in each line (.jsonl) or row
+(.parquet).
 """
 
 import json
@@ -11,9 +12,9 @@ from typing import Any
 from jvpipe.util.extras import extra
 
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".parquet")
-"""The suffixes of the files that are read in a folder. A file named by itself may have any."""
+"""The suffixes of the files that are read in a folder. A single file may have any suffix."""
 TEXT, MESSAGES = "text", "messages"
-"""The field of a line or row that has a text, and the one that has a conversation."""
+"""The fields of a line or row that hold a text and a conversation."""
 
 
 def texts_in(file: Path) -> list[str]:
@@ -76,16 +77,16 @@ def read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"'{file}' is not UTF-8 text (byte {error.start}): convert it, e.g. with iconv -t "
-            "utf-8, or leave it out"
+            "utf-8, or remove it"
         ) from error
     except OSError as error:
         raise ValueError(
-            f"cannot read '{file}' ({error.strerror}): check that it may be read"
+            f"cannot read '{file}' ({error.strerror}): check its path and permissions"
         ) from error
 
 
 def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
-    # splitlines would also split at separators that JSON texts may hold unescaped, such as U+2028.
+    # `splitlines` would also split at U+2028 and others, which JSON texts may hold unescaped.
     for number, line in enumerate(read_text(file).split("\n"), 1):
         if not line.strip():
             continue
@@ -93,7 +94,7 @@ def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
             record = json.loads(line)
         except ValueError as problem:
             raise ValueError(
-                f"line {number} of '{file}' is not JSON ({problem}): each line is to be an object"
+                f"line {number} of '{file}' is not JSON ({problem}): each line must be an object"
             ) from None
         fields = record if isinstance(record, dict) else {}
         if not isinstance(fields.get(field), kind):
@@ -115,12 +116,12 @@ def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
         raise ValueError(f"cannot read '{file}' ({reason}): write it again") from problem
     if other := [value for value in column if not isinstance(value, kind | None)]:
         kind_found = type(other[0]).__name__
-        raise ValueError(f"'{file}' {lacks(field, names)}: there is {kind_found}")
+        raise ValueError(f"'{file}' {lacks(field, names)}: it holds {kind_found}")
     return [value for value in column if value is not None]
 
 
 def lacks(field: str, names: list[str]) -> str:
-    """Writes the end of a message: that a line or row lacks a field, and which fields it has."""
+    """Writes the part of a message that says which field is missing and which fields exist."""
     what = "text" if field == TEXT else "list"
     present = f", its fields are {', '.join(map(str, names))}" if names else ""
     return f"has no {what} in a field '{field}'{present}"

@@ -1,4 +1,4 @@
-"""Token ids of text: byte-pair encoding (arXiv:1508.07909) over UTF-8 bytes, and packed records."""
+"""Tokenizers (byte-pair encoding, arXiv:1508.07909, of UTF-8 bytes), and packed records of ids."""
 
 import hashlib
 import io
@@ -18,12 +18,14 @@ PAD, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
 _STARTS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|endoftext|>", "<pad>")
 _ENDS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 _MASKS = ("[MASK]", "<mask>")
-"""The tokens that may mark a record's start, a document's end, a hidden token; the best first."""
+"""Tokens that may mark the start of a record, the end of a document, or a hidden token, in order of
+preference.
+"""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The special ids of a tokenizer, which stand for no text.
+    """The special ids of a tokenizer, which do not represent text.
 
     Attributes:
         start: the id that begins a record.
@@ -39,7 +41,7 @@ class Marks:
 
     @property
     def first(self) -> int:
-        """The first id of ordinary text if the special ids are 0, 1, ...; else 0."""
+        """The least id of ordinary text if the special ids are 0, 1, 2 and so on; else 0."""
         alone = self.special == tuple(range(len(self.special)))
         return len(self.special) if alone else 0
 
@@ -49,7 +51,7 @@ OURS = Marks(CLS, SEP, MASK, tuple(range(len(SPECIAL_TOKENS))))
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """Finds the special ids of a tokenizer, whoever trained it.
+    """Finds the special ids of any tokenizer, also of one that was not trained here.
 
     Raises:
         ValueError: the tokenizer has no token that ends a document.
@@ -62,8 +64,8 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     start, end, mask = (first_known(names) for names in (_STARTS, _ENDS, _MASKS))
     if end is None:
         raise ValueError(
-            f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add "
-            "one to it"
+            f"the tokenizer has none of the tokens {', '.join(_ENDS)}, one of which must end a "
+            "document: add one of them to it"
         )
     added = tokenizer.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
@@ -74,10 +76,10 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Trains a tokenizer of lower-case text: special tokens, the 256 bytes, then merges.
+    """Trains a tokenizer of lower-case text. Its ids are special tokens, 256 bytes, then merges.
 
-    It has at most `vocabulary` tokens. The same documents give the same tokenizer, which
-    the WordPiece of the tokenizers package does not guarantee.
+    It has at most `vocabulary` tokens. The same documents always give the same tokenizer. The
+    WordPiece trainer of the tokenizers package does not guarantee this.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -94,7 +96,7 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Reads a tokenizer from a file of the tokenizers package. It then neither pads nor truncates.
+    """Reads a tokenizer from a file of the tokenizers package, without padding and truncation.
 
     Raises:
         ValueError: the file is not a tokenizer.
@@ -109,10 +111,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Opens `folder/tokenizer.json`. If absent, it is trained on `documents` and written.
+    """Opens `folder/tokenizer.json`; if absent, first trains it on `documents` and writes it.
 
     Raises:
-        ValueError: the file is not a tokenizer, or has more tokens than the model.
+        ValueError: the file is not a tokenizer, or the tokenizer has more tokens than the model.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -121,13 +123,13 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
     try:
         tokenizer = read_tokenizer(path)
     except ValueError as error:
-        raise ValueError(f"{error}: delete it, and it is trained again") from error
+        raise ValueError(f"{error}: delete the file to train a new tokenizer") from error
     size = tokenizer.get_vocab_size()
-    # With fewer tokens, some rows of the model's table are never read, which does no harm.
+    # With fewer tokens, some rows of the model's table are never used, which does no harm.
     if size > vocabulary:
         raise ValueError(
-            f"the tokenizer has {size} tokens, the model {vocabulary}: use the size that the run "
-            f"began with, or begin one with --set vocabulary={size}"
+            f"the tokenizer has {size} tokens, but the model has {vocabulary}: use the model size "
+            f"with which the run began, or begin a run with --set vocabulary={size}"
         )
     return tokenizer
 
@@ -135,18 +137,18 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
 def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:
     """Packs documents into records of T ids without padding.
 
-    A record is a start mark and then text, in which an end mark follows each document. Text that
-    does not fill a record is dropped.
+    A record is a start mark, then text with an end mark after each document. The text at the end is
+    dropped if it does not fill a record.
     """
     marks = marks_of(tokenizer)
     stream: list[np.ndarray] = []
     remaining = iter(documents)
-    # An encoding is many times as large as its ids, so only a chunk of them exists at once.
+    # An encoding is many times as large as its ids, so only some encodings exist at a time.
     while chunk := list(islice(remaining, 256)):
         for encoding in tokenizer.encode_batch(chunk, add_special_tokens=False):
             stream.append(np.array([*encoding.ids, marks.end], np.int32))
     ids = np.concatenate(stream) if stream else np.zeros(0, np.int32)
-    width = tokens - 1  # a start mark stands before each row
+    width = tokens - 1  # each row also gets a start mark
     whole = len(ids) // width * width
     rows = ids[:whole].reshape(-1, width)
     return np.pad(rows, ((0, 0), (1, 0)), constant_values=marks.start)
@@ -155,13 +157,14 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[n
 def cached(
     name: str, texts: Sequence[str], tokenizer: Tokenizer, rows: Callable[[], np.ndarray]
 ) -> Int32[np.ndarray, "N ..."]:
-    """Returns `rows()`, computed once and then read from the cache as a memory map.
+    """Returns the result of `rows()`, computed once and then memory-mapped from the cache folder.
 
-    The key is the hash of the texts and the tokenizer, with `name`.
+    The key consists of `name` and of a hash of the texts and the tokenizer.
     """
     key = hashlib.sha256(tokenizer.to_str().encode())
     for text in texts:
-        # Hashing digests, not texts, distinguishes the same text split at other places.
+        # Digests are hashed instead of texts, so that the same text, split differently, has another
+        # key.
         digest = hashlib.sha256(text.encode()).digest()
         key.update(digest)
     path = cache_folder() / f"records-{key.hexdigest()[:32]}-{name}.npy"

@@ -2,10 +2,10 @@
 
 Axes: B batch, T tokens of a source sentence and of its translation, D model, H heads, V vocabulary.
 
-As in the paper, layer norm stands after each sublayer, positions are sinusoids, and one table of
-vectors serves both languages and, transposed, the output. The paper rounds its base model to 65M
-parameters and its big one to 213M. Here they have 63.1M and 214.2M, with a vocabulary of 37,000 and
-biases of all products.
+As in the paper, layer norm comes after each sublayer, positions are sinusoids, and one table of
+vectors serves both languages and, transposed, the output. The paper gives 65M parameters for its
+base model and 213M for its big model. Here they have 63.1M and 214.2M, with a vocabulary of 37,000
+and with biases in all linear maps.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class EncoderDecoderConfig(TranslatorConfig, TransformerConfig):
 
 
 Mask = Float[Array, "B 1 1 T"]
-"""A bias of scores that hides padding, the same for all heads and all rows."""
+"""A bias of scores that hides padding. It is the same for all heads and all rows."""
 _config = EncoderDecoderConfig
 SIZES = {
     "tiny": _config(
@@ -68,11 +68,11 @@ SIZES = {
 
 
 class Embeddings(nnx.Module):
-    """The sum of a token's scaled vector and its position's sinusoids; also makes logits."""
+    """The sum of a token's scaled vector and its position's sinusoids; also computes logits."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
-        # Rows of length 1 suit the projection to logits. Times the root of D (section 3.4), they
-        # suit the sum with sinusoids.
+        # Rows of length 1 suit the projection to logits. Multiplied by the root of D (section 3.4),
+        # they suit the sum with sinusoids.
         self.tokens = embedding(config, rngs, config.vocabulary, spread=config.width**-0.5)
         self.dropout = nnx.Dropout(config.dropout)
 
@@ -90,7 +90,7 @@ class Embeddings(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The two sublayers that all blocks share. Each is added to its input, then normed."""
+    """The two sublayers that all blocks share. Each is added to its input, then normalized."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
@@ -102,7 +102,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def attended(self, x: Vectors, bias: jax.Array, key: Key) -> Vectors:
-        """Returns the tokens after self-attention. `bias` hides some tokens from others."""
+        """Returns the tokens after self-attention. `bias` hides tokens from others."""
         k0, k1 = keys_of(key, 2)
         mixed = dropped(self.dropout, self.attention(x, x, k0, bias), k1)
         return normed(self.attention_norm, x + mixed)
@@ -123,7 +123,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """A block of the decoder: self-attention, attention to the encoder, then feed-forward."""
+    """A block of the decoder: self-attention, attention to the encoder, feed-forward network."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
@@ -138,7 +138,7 @@ class DecoderBlock(Block):
             x: the tokens.
             read: the result of the encoder.
             mask: hides the padding of `read`.
-            key: draws dropped values.
+            key: the key for dropout.
         """
         k0, k1, k2, k3 = keys_of(key, 4)
         x = self.attended(x, self.config.bias(x.shape[1])[None], k0)
@@ -150,11 +150,11 @@ class DecoderBlock(Block):
 def sinusoids(tokens: int, width: int, first: int = 0) -> Float[Array, "T D"]:
     """Returns the vectors of positions from `first` on (section 3.5 of the paper).
 
-    They are half sines and half cosines, of wavelengths from 2 pi to 20,000 pi.
+    Half of the numbers are sines and half are cosines, with wavelengths from 2 pi to 20,000 pi.
     """
     half = width // 2
-    # As in tensor2tensor, sines and cosines are two halves, while the paper alternates them. The
-    # order does not matter, because the maps that follow mix all numbers of a vector.
+    # As in tensor2tensor, all sines come before all cosines, while the paper alternates them. The
+    # order does not matter, because the following linear maps mix all numbers of a vector.
     step = -np.log(1e4) / max(1, half - 1)
     rates = jnp.exp(jax.lax.iota(jnp.float32, half) * step)
     positions = jax.lax.broadcasted_iota(jnp.float32, (tokens, half), 0) + first
@@ -180,12 +180,12 @@ def logits_function(config: EncoderDecoderConfig) -> Logits:
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
-        # The mask [B, 1, 1, T] hides the padding of inputs, from the encoder and the decoder.
+        # The mask [B, 1, 1, T] hides the padding of inputs from the encoder and the decoder.
         mask = unseen(batch["lengths"], config.tokens)[:, None, None]
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         read = model.through("encoder", params["encoder"], x, key, mask)
-        # The key is one past the last block's, so that the table's second use drops other
-        # numbers.
+        # This key comes after that of the last block, so the second use of the table has its own
+        # dropout.
         y = embeddings(batch["tokens"], model.key("decoder", key, config.blocks))
         y = model.through("decoder", params["decoder"], y, key, read, mask)
         return embeddings.logits(y)

@@ -1,4 +1,4 @@
-"""Sentence pairs as training data: two files of text whose lines translate each other."""
+"""Sentence pairs as training data: two text files whose lines are translations of each other."""
 
 import hashlib
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Parallel:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all pairs."""
+        """The SHA-256 digest of all pairs."""
         whole = hashlib.sha256()
         for pair in (*self.train, *self.held_out):
             line = "\t".join((*pair, "\n"))
@@ -41,11 +41,10 @@ class Parallel:
 
 
 def open_parallel(path: Path | None, languages: str) -> Parallel:
-    """Opens the sentence pairs in a folder; if None, those of Django's message catalogs.
+    """Opens the sentence pairs in a folder; if None, the pairs from Django's message catalogs.
 
-    For `languages` of `en-de`, the folder has files `NAME.en` and `NAME.de`. The pairs of
-    the files named `valid` are held out. If there are no such files, a tenth of all pairs
-    is held out.
+    For the languages `en-de`, the folder has files `NAME.en` and `NAME.de`. The pairs of `valid.en`
+    and `valid.de` are held out. Without these files, a tenth of all pairs is held out.
 
     Raises:
         ValueError: the folder has no such files, a file cannot be read, or two files differ in
@@ -54,7 +53,7 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
     source, _, target = languages.partition("-")
     if not (source and target and source != target):
         raise ValueError(
-            f"languages='{languages}' must be two, that which is read and that which is written: "
+            f"languages='{languages}' must be two, the source and the target language, such as "
             "en-de"
         )
     if path is None:
@@ -63,8 +62,8 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
     names = sorted(file.stem for file in sources if file.with_suffix(f".{target}").is_file())
     if not set(names) - {"valid"}:
         raise ValueError(
-            f"there are no two files such as train.{source} and train.{target} in '{path}': name "
-            f"a folder of them, and languages other than {languages} by --set languages=..."
+            f"there are no two files such as train.{source} and train.{target} in '{path}': give "
+            f"a folder of such files, or languages other than {languages} by --set languages=..."
         )
     texts = {}
     for name in names:
@@ -86,12 +85,12 @@ def open_translation(
 ) -> Data:
     """Opens sentence pairs as batches of `inputs`, `lengths`, `tokens`, `targets` and `weights`.
 
-    `translators.loss_of` describes the batches. Both languages share one vocabulary, and `run_dir`
-    keeps the tokenizer. A pair with `tokens` ids or more on one side is left out, because its end
-    mark would not fit.
+    `translators.loss_of` describes the batches. Both languages share one tokenizer, which is stored
+    in `run_dir`. A pair with `tokens` or more ids on one side is left out, because the end mark
+    would not fit.
 
     Raises:
-        ValueError: what `open_parallel` and `open_tokenizer` raise, or all pairs are too long.
+        ValueError: as in `open_parallel` and `open_tokenizer`; or all pairs are too long.
     """
     pairs = open_parallel(data_path, languages)
     tokenizer = open_tokenizer(run_dir, [text for pair in pairs.train for text in pair], vocabulary)
@@ -99,11 +98,12 @@ def open_translation(
     held_out_records = _records(pairs.held_out, tokenizer, tokens)
     if not len(records) or not len(held_out_records):
         raise ValueError(
-            f"'{data_path}' gives {len(records)} pairs of at most {tokens} tokens to train on and "
-            f"{len(held_out_records)} to hold out: give more text, or --sequence-length"
+            f"'{data_path}' gives {len(records)} pairs of fewer than {tokens} tokens to train on "
+            f"and {len(held_out_records)} to hold out: give more text, or a larger "
+            "--sequence-length"
         )
     held_out = fixed_batches(held_out_records, translated, batch_size)
-    written = records[:, tokens + 1 :]  # only targets, because sources are not predicted
+    written = records[:, tokens + 1 :]  # the predicted ids
     ids, vocab_size = written[written != _NONE], tokenizer.get_vocab_size()
     first = min(SEP, marks_of(tokenizer).first)
     return Data(
@@ -116,7 +116,7 @@ def open_translation(
 
 
 def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
-    """Makes an example of a record. Padding becomes 0, with a weight of 0.
+    """Makes an example from a record. Padding becomes 0, with a weight of 0.
 
     >>> example = translated(np.array([7, 2, -1, 1, 8, 2, -1], np.int32), np.random.default_rng(0))
     >>> example["inputs"].tolist(), example["lengths"].item()
@@ -138,7 +138,7 @@ def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -
 def pack_pairs(pairs: Pairs, tokenizer: Tokenizer, tokens: int) -> Records:
     """Makes records of 2 `tokens` + 1 ids: a source, then a target, each padded with -1.
 
-    a a a $ - - - - | ^ b b b b $ - - -        `tokens` of 8, ^ the start mark and $ the end mark
+    a a a $ - - - - | ^ b b b b $ - - -        `tokens` is 8, ^ the start mark, $ the end mark
     """
     marks = marks_of(tokenizer)
     encoded = partial(tokenizer.encode_batch, add_special_tokens=False)
@@ -171,7 +171,7 @@ def _read(source: Path, target: Path) -> list[Pair]:
         line = min(len(left), len(right)) + 1
         raise ValueError(
             f"'{source}' has {len(left)} lines and '{target}' {len(right)}: line {line} of "
-            f"'{longer.name}' has none beside it in '{shorter.name}'"
+            f"'{longer.name}' has no translation in '{shorter.name}'"
         )
     pairs = zip(map(_plain, left), map(_plain, right), strict=True)
     return [(a, b) for a, b in pairs if a and b]
@@ -182,7 +182,7 @@ def _plain(line: str) -> str:
 
 
 def _split(pairs: Pairs, one_in: int = 10, limit: int = 2000) -> Parallel:
-    """Holds out one in `one_in` pairs, at most `limit`: the sentences of least hash."""
+    """Holds out one in `one_in` pairs, about `limit` at most: those with the smallest hashes."""
     if not pairs:
         return Parallel((), ())
     hashes = [hashlib.sha256(source.encode()).digest() for source, _ in pairs]

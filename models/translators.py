@@ -1,4 +1,4 @@
-"""What all translation models share: their batches, their data and their loss.
+"""The parts that all translation models share: batches, data and the loss.
 
 Axes: B batch, T tokens of a source sentence and of its translation, V vocabulary.
 """
@@ -18,11 +18,12 @@ from jvpipe.models.workload import Data
 
 @dataclass(frozen=True, kw_only=True)
 class TranslatorConfig(TextConfig):
-    """The shape of a model that translates.
+    """The shape of a translation model.
 
     Attributes:
         languages: the source language and the target language, such as "en-de".
-        smoothing: the share of a target's probability that label smoothing spreads over all tokens.
+        smoothing: the fraction of a target's probability that label smoothing spreads over all
+            tokens.
     """
 
     languages: str = "en-de"
@@ -34,7 +35,8 @@ def abstract_batch(config: TranslatorConfig, batch_size: int) -> dict[str, jax.S
     shape = (batch_size, config.tokens)
     dtypes = {"inputs": np.int32, "tokens": np.int32, "targets": np.int32, "weights": np.float32}
     shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-    # Targets need no lengths: `weights` masks their padding, and the decoder never looks ahead.
+    # Targets need no lengths, because `weights` masks their padding and the decoder does not look
+    # ahead.
     return shapes | {"lengths": jax.ShapeDtypeStruct(shape[:1], np.int32)}
 
 
@@ -44,9 +46,9 @@ def open_data(
     """Opens sentence pairs as training data.
 
     Args:
-        config: gives the languages, the vocabulary and the number of tokens.
+        config: has the languages, the vocabulary and the number of tokens.
         data_path: the folder of the pairs, or None, as for `open_parallel`.
-        run_dir: the folder that keeps the tokenizer.
+        run_dir: the folder in which the tokenizer is stored.
         seed: determines the order of examples.
         batch_size: the number of sentence pairs in a batch.
     """
@@ -67,26 +69,27 @@ def open_data(
 def loss_of(config: TranslatorConfig, logits: Logits) -> LossFunction:
     """Makes the loss of the target tokens, `loss_fn(params, batch, rng)`.
 
-    Its `total` is the sum of the smoothed cross entropies in nats, and its `weight` is the sum of
-    the batch's `weights`. The batch holds:
+    The loss has the `total` of the weighted, smoothed cross entropies in nats, and as `weight` the
+    sum of the batch's `weights`. The batch holds:
 
     | leaf | shape | what |
     |---|---|---|
-    | `inputs` | [B, T] int32 | what the encoder reads |
+    | `inputs` | [B, T] int32 | the tokens that the encoder reads |
     | `lengths` | [B] int32 | the lengths of the inputs without padding |
-    | `tokens` | [B, T] int32 | what the decoder reads |
-    | `targets` | [B, T] int32 | what the decoder predicts |
+    | `tokens` | [B, T] int32 | the tokens that the decoder reads |
+    | `targets` | [B, T] int32 | the tokens that the decoder predicts |
     | `weights` | [B, T] float32 | 0 for a position that does not count |
     """
     return predicting(logits, config.dropout, config.smoothing)
 
 
 def present(lengths: Int[Array, "B"], tokens: int) -> Bool[Array, "B T"]:
-    """Tells the tokens of each sentence (True) from its padding (False)."""
+    """Returns which positions of each sentence hold a token (True) or padding (False)."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) < lengths[:, None]
 
 
 def unseen(lengths: Int[Array, "B"], tokens: int) -> Float[Array, "B T"]:
     """Returns the bias of attention scores that hides padding: 0 for a token, -1e9 for padding."""
-    # Finite, because the softmax of a row of -inf is NaN: a sentence may be padding alone.
+    # The bias is finite, because a sentence may have only padding, and the softmax of -inf alone is
+    # NaN.
     return jnp.where(present(lengths, tokens), 0.0, -1e9)

@@ -3,16 +3,16 @@
 Axes: B batch, Y and X of an image, C and D channels.
 
 On the way down, each level has half the side and twice the channels of the level before. On the way
-up, a level also reads its own result from the way down (the skip). A convolution of 3 x 3 is
-followed by dropout of whole channels, instance norm and a leaky ReLU. Nothing has a bias, and the
-norm has no parameters.
+up, each level also reads the result of the same level on the way down (the skip). Each 3 x 3
+convolution is followed by dropout of whole channels, instance norm and a leaky ReLU. No convolution
+has a bias, and the norm has no parameters.
 
     down_0 ───────────────── skip ───────────────── up_0      Y x X
        └─ down_1 ─────────── skip ─────────── up_1 ─┘         Y/2 x X/2
              └─ down_2 ───── skip ───── up_2 ─┘               Y/4 x X/4
                    └────── bottom ───────┘
 
-A cut sends every skip that it crosses: in the middle, one image of each level.
+A cut sends every skip that it crosses. A cut in the middle sends one image of each level.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,14 +38,15 @@ Mask = Float[Array, "B _Y _X"]
 
 @dataclass(frozen=True, kw_only=True)
 class UNetConfig(ImageConfig):
-    """The shape of a U-Net. torchgpipe's (B, C) are (`convolutions`, `channels`).
+    """The shape of a U-Net. `convolutions` and `channels` are B and C in torchgpipe's paper.
 
     Attributes:
-        convolutions: how many convolutions a level has on the way down, and on the way up.
+        convolutions: the number of convolutions of a level on the way down, and again on the way
+            up.
         channels: the channels of the first level.
         side: the side of an image.
-        levels: the number of levels, without the bottom.
-        dropout: the share of channels that is dropped in training.
+        levels: the number of levels, not counting the bottom.
+        dropout: the fraction of channels that training drops.
     """
 
     convolutions: int
@@ -62,10 +63,11 @@ class UNetConfig(ImageConfig):
             )
         if self.channels < 2 or self.channels % 2:
             raise ValueError(
-                f"channels={self.channels} must be a multiple of 2: the last level works on half "
-                "of them"
+                f"channels={self.channels} must be a multiple of 2, because the last level works "
+                "on half of them"
             )
-        # The bottom needs a side of 2 or more, because one pixel has no variance to norm by.
+        # The bottom needs a side of 2 or more, because instance norm cannot normalize a single
+        # pixel.
         least = 2 << self.levels
         if self.side % 2**self.levels or self.side < least:
             raise ValueError(
@@ -76,7 +78,7 @@ class UNetConfig(ImageConfig):
 
     @property
     def chains(self) -> dict[str, list[int]]:
-        """For each chain, e.g. `down_0`, its input channels and those after each convolution."""
+        """For each chain, e.g. `down_0`, the channels of its input and after each convolution."""
         chains, channels, inputs = {}, self.channels, 3
         for level in range(self.levels):
             chains[f"down_{level}"] = [inputs] + [channels << level] * self.convolutions
@@ -84,8 +86,8 @@ class UNetConfig(ImageConfig):
         bottom = [2 * inputs] * (self.convolutions - 1)
         chains["bottom"] = [inputs, *bottom, inputs]
         for level in reversed(range(self.levels)):
-            # The level below and the skip give `channels << level` each, and half of that is
-            # returned.
+            # The level reads `channels << level` channels each from below and from the skip, and
+            # returns half of that number.
             read, returned = channels << level + 1, (channels << level) // 2
             chains[f"up_{level}"] = [read] + [returned] * self.convolutions
         return chains
@@ -106,7 +108,7 @@ SIZES = {
 def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
     """Makes a function from a key to fresh parameters (He's initialization).
 
-    They are nested dicts of float32 arrays, e.g. `down_0/003`.
+    The parameters are nested dicts of float32 arrays, e.g. `down_0/003`.
     """
     draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
 
@@ -126,7 +128,7 @@ def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
 
 
 def logits_function(config: UNetConfig) -> Callable[[Tree, Image, Key], Mask]:
-    """Makes `logits(params, images, key)`, the logit of each pixel's probability to be masked.
+    """Makes `logits(params, images, key)`, the logits of whether each pixel is masked.
 
     Without a key, there is no dropout.
     """
@@ -168,13 +170,13 @@ def instance_norm(x: Image) -> Image:
 
 
 def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[str, Weighted]]:
-    """Computes the loss of masks, and Dice's coefficient of all pixels (`dice`).
+    """Computes the loss of masks, and Dice's coefficient over all pixels (`dice`).
 
     The batch holds `masks` [B, Y, X] of 0 and 1, and `weights` [B], both float32. The loss has the
     `total` of the images' mean cross entropies in nats and the sum of the weights.
     """
     masks, weights = batch["masks"], batch["weights"]
-    # Equals -m log s(x) - (1 - m) log(1 - s(x)), the cross entropy of a sigmoid s, but cannot
+    # This equals -m log s(x) - (1 - m) log(1 - s(x)), the cross entropy of a sigmoid s, and cannot
     # overflow.
     pixel_nats = jax.nn.softplus(logits) - masks * logits
     nats = jnp.mean(pixel_nats, (1, 2))  # [B]
@@ -184,7 +186,7 @@ def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[st
         for pixels in (2 * predicted * masks, predicted + masks)
     )
     loss = Weighted(jnp.sum(nats * weights), jnp.sum(weights))
-    # `Weighted` sums both over micro-batches before it divides.
+    # Because of `Weighted`, both sums go over all micro-batches before they are divided.
     return loss, {"dice": Weighted(both, either)}
 
 
@@ -218,7 +220,7 @@ def open_data(
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes U-Net of one of `SIZES`; `mini` by default.
+    """Makes a U-Net of one of `SIZES`; `mini` by default.
 
     `options` replace fields of `UNetConfig`.
     """

@@ -1,4 +1,4 @@
-"""A user's stream of batches, whose position a run can save and find again."""
+"""A wrapper of a user's stream of batches, whose position a run can save and restore."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -10,12 +10,13 @@ Tree = Any
 class UserBatches:
     """A user's stream of batches, whose position can be saved and restored.
 
-    A stream with the methods `get_state` and `set_state`, such as Grain's, has its own notion of a
-    position. For any other stream, the position is the number of batches taken so far. A
-    resumed run skips as many batches of a new stream, which must yield the same ones again.
+    If the stream has the methods `get_state` and `set_state`, as Grain's iterators do, its own
+    state is the position. For any other stream, the position is the number of batches taken so far.
+    A resumed run then opens a new stream, which must yield the same batches again, and skips that
+    many of them.
 
     Args:
-        called: the call that returned the stream, for messages.
+        called: the text of the call that returned the stream, for messages.
         stream: an iterable of batches.
 
     >>> batches = UserBatches("batches", iter("abc"))
@@ -30,7 +31,7 @@ class UserBatches:
         except TypeError as problem:
             kind = type(stream).__name__
             raise ValueError(
-                f"{called} should give an iterator of batches, not {kind}"
+                f"{called} should return an iterator of batches, not {kind}"
             ) from problem
         self._called, self._taken = called, 0
         names = ("get_state", "set_state")
@@ -43,15 +44,14 @@ class UserBatches:
         try:
             batch = next(self._iterator)
         except StopIteration:
-            cure = "let it go on without end (while True: ...), or train for fewer --steps"
-            raise ValueError(f"{self._called} has come to its end: {cure}") from None
+            cure = "make it endless (while True: ...), or train for fewer --steps"
+            raise ValueError(f"{self._called} has no more batches: {cure}") from None
         self._taken += 1
         return batch
 
     def peek(self) -> Tree:
-        """Returns the next batch without taking it: `next` will return the same batch."""
-        # A stream with a position of its own is set back. In any other stream, the batch is put
-        # back in front.
+        """Returns the next batch without taking it, so `next` will return the same batch."""
+        # A stream with its own position is set back. To any other stream, the batch is prepended.
         before = self.get_state()
         batch = next(self)
         if self._keeps_place:
@@ -62,7 +62,7 @@ class UserBatches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position in the stream, in values that JSON can hold; bytes become a text."""
+        """Returns the position in the stream as a JSON object; bytes become a text."""
         if not self._keeps_place:
             return {"batches": self._taken}
         place = self._iterator.get_state()
@@ -74,15 +74,15 @@ class UserBatches:
         """Goes to a position that `get_state` returned.
 
         Raises:
-            ValueError: this stream has a position of its own and the saved position is a
-                count, or the other way around.
+            ValueError: this stream has its own position and the saved position is a count, or vice
+                versa.
         """
-        saved = "without" if self._keeps_place else "with one"
+        saved = "without it" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:
-            keeps = "a place" if self._keeps_place else "no place"
+            keeps = "its own position" if self._keeps_place else "no position of its own"
             raise ValueError(
-                f"{self._called} keeps {keeps} of its own, and the run was saved {saved}: "
-                f"{dict(state)}"
+                f"{self._called} has {keeps}, but the run was saved {saved} ({dict(state)}): give "
+                "an iterator of the same kind"
             )
         if self._keeps_place:
             place = state["place"]

@@ -2,7 +2,7 @@
 
 Axes: B batch, Y and X of an image, C channels, U units, K classes.
 
-A group is a chain of convolutions of 3 x 3, each with a bias and a ReLU, but without a norm. Max
+A group is a chain of 3 x 3 convolutions, each with a bias and a ReLU, but without a norm. Max
 pooling after each group halves the image. Three linear maps follow, with dropout before the second
 and the third.
 """
@@ -33,7 +33,7 @@ from jvpipe.models.workload import Workload, sized
 
 Tree = Any
 CONVOLUTIONS = {7: (2, 2), 9: (2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-"""The convolutions of each group, by depth. The depth counts them and the three linear maps."""
+"""The number of convolutions in each group, by depth. The depth also counts three linear maps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class VggConfig(ClassConfig):
 
     Attributes:
         depth: the number of convolutions and linear maps; a key of `CONVOLUTIONS`.
-        filters: the filters of the first group. The second to fourth group each have twice as many
-            as the group before, and the fifth group has as many as the fourth.
-        units: the units of the linear maps.
-        dropout: the share of units that is dropped in training.
+        filters: the filters of the first group. The second, third and fourth group each have twice
+            as many as the group before, and the fifth group has as many as the fourth.
+        units: the units of the first two linear maps.
+        dropout: the fraction of units that training drops.
     """
 
     depth: int
@@ -62,7 +62,7 @@ class VggConfig(ClassConfig):
             raise ValueError(f"filters={self.filters} and units={self.units} must be at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        # Each group halves the image, and at least one pixel must be left for the linear maps.
+        # Each group halves the image, and no halving may leave a remainder.
         groups = len(CONVOLUTIONS[self.depth])
         if self.side % 2**groups:
             raise ValueError(
@@ -72,7 +72,7 @@ class VggConfig(ClassConfig):
 
     @property
     def channels(self) -> list[int]:
-        """The channels of the image, then those of each group."""
+        """The channels of the image, then the channels of each group."""
         groups = range(len(CONVOLUTIONS[self.depth]))
         return [3, *(self.filters << min(group, 3) for group in groups)]
 
@@ -88,7 +88,7 @@ SIZES = {
 def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
     """Makes a function from a key to fresh parameters (He's initialization).
 
-    They are nested dicts of float32 arrays, e.g. `groups/1/0/kernel`.
+    The parameters are nested dicts of float32 arrays, e.g. `groups/1/0/kernel`.
     """
     draw = nnx.initializers.variance_scaling(2.0, "fan_in", "truncated_normal")
 
@@ -120,7 +120,7 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
 
 
 def logits_function(config: VggConfig) -> Logits:
-    """Makes `logits(params, images, key)`, the logits [B, K]. Without a key: no dropout."""
+    """Makes `logits(params, images, key)`, the logits [B, K]; without a key, no dropout."""
 
     def logits(params: Tree, x: Image, key: Key) -> Float[Array, "B K"]:
         x = x.astype(config.dtype)
@@ -129,7 +129,7 @@ def logits_function(config: VggConfig) -> Logits:
                 y = convolved(x, p["kernel"].astype(x.dtype), (1, 1))
                 bias = p["bias"].astype(x.dtype)[None, None, None]
                 x = jax.nn.relu(y + bias)
-            # A cut after the pooling sends a quarter of what a cut before it would.
+            # A cut after the pooling sends a quarter of the bytes of a cut before it.
             x = nnx.max_pool(x, (2, 2), (2, 2))
         return classified(params["maps"], x.reshape(x.shape[0], -1), key)
 
@@ -158,7 +158,7 @@ def loss_function(config: VggConfig) -> LossWithAux:
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes VGG of a size (`tiny`, `mini`, `16`, `19`; `mini` by default).
+    """Makes a VGG of a size (`tiny`, `mini`, `16`, `19`; `mini` by default).
 
     `options` replace fields of `VggConfig`.
     """

@@ -1,7 +1,7 @@
-"""The parts that models of images share: convolutions with batch norm, classes and their data.
+"""The parts that image models share: convolutions with batch norm, classification, and data.
 
-They are in plain JAX. Axes: B batch, Y and X of an image, C and D channels, H and W of a kernel, K
-classes.
+The parts are in plain JAX. Axes: B batch, Y and X of an image, C and D channels, H and W of a
+kernel, K classes.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from jvpipe.util.names import did_you_mean
 Tree = Any
 Image = Float[Array, "B _Y _X _C"]
 LossWithAux = Callable[[Tree, Tree, Key], tuple[Weighted, Tree]]
-"""A function from parameters, a batch and a key to the loss and further values for the log."""
+"""A function from parameters, a batch and a key to the loss and to more values for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +48,21 @@ class ImageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassConfig(ImageConfig):
-    """The shape of a model that tells which of `classes` an image belongs to."""
+    """The shape of a model that assigns an image to one of `classes` classes."""
 
     classes: int = 1000
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.classes < 2:
-            raise ValueError(f"classes={self.classes} is too small: there must be 2 at least")
+            raise ValueError(f"classes={self.classes} is too small: there must be at least 2")
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A ReLU (unless `linear`), a convolution and a batch norm.
+    """A ReLU (unless `linear`), then a convolution, then a batch norm.
 
-    If `shifted`, half of the output channels read the image moved by one pixel in Y and X.
+    If `shifted`, half of the output channels read the image shifted by one pixel in Y and X.
     """
 
     inputs: int
@@ -79,7 +79,7 @@ class Convolution:
         return {"kernel": kernel, "scale": jnp.ones(self.outputs), "bias": jnp.zeros(self.outputs)}
 
     def averages(self) -> Tree:
-        """Makes the running averages before any step."""
+        """Makes the initial running averages."""
         mean = np.zeros(self.outputs, np.float32)
         variance = np.ones(self.outputs, np.float32)
         return {"mean": mean, "variance": variance}
@@ -89,8 +89,8 @@ class Convolution:
         x = x if self.linear else jax.nn.relu(x)
         kernel = p["kernel"].astype(x.dtype)
         if self.shifted:
-            # With strides of 2, each half of the channels reads other pixels (factorized
-            # reduction).
+            # With strides of 2, the two halves of the channels read different pixels ("factorized
+            # reduction").
             padding = ((0, 0), (0, 1), (0, 1), (0, 0))
             moved = jnp.pad(x[:, 1:, 1:], padding)
             one, other = jnp.split(kernel, 2, axis=3)  # [H, W, C, D / 2] each
@@ -103,7 +103,7 @@ class Convolution:
 
 
 def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int]) -> Image:
-    """Convolves an image with padding, so that only strides make it smaller."""
+    """Convolves a padded image, so that only strides make it smaller."""
     return jax.lax.conv_general_dilated(
         x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
@@ -112,28 +112,29 @@ def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int
 def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
     """Gives each channel mean 0 and variance 1 (arXiv:1502.03167), then scales and shifts it.
 
-    In training, mean and variance are those of the batch, and the running averages move a
-    tenth of the way towards them. Otherwise, the running averages serve as mean and
-    variance. Everything is computed in float32.
+    In training, mean and variance are those of the batch, and the running averages move towards
+    them by a tenth of the difference. Otherwise, the running averages serve as mean and variance.
+    Everything is computed in float32.
     """
     wide = x.astype(jnp.float32)
     mean, variance = averages["mean"], averages["variance"]
     if training:
-        # Here a batch is a micro-batch, so more micro-batches mean statistics of fewer images.
+        # Here the batch is a micro-batch. So with more micro-batches, statistics are of fewer
+        # images.
         mean = jnp.mean(wide, (0, 1, 2))
         variance = jnp.var(wide, (0, 1, 2))
         averages = {
             "mean": 0.9 * averages["mean"] + 0.1 * mean,
             "variance": 0.9 * averages["variance"] + 0.1 * variance,
         }
-    channels = (None, None, None)  # of [C] makes [1, 1, 1, C]
+    channels = (None, None, None)  # as an index, it turns [C] into [1, 1, 1, C]
     y = (wide - mean[channels]) * jax.lax.rsqrt(variance + 1e-5)[channels]
     y = y * p["scale"][channels] + p["bias"][channels]
     return y.astype(x.dtype), averages
 
 
 def init_units(units: Mapping[str, Convolution], key: jax.Array) -> Tree:
-    """Makes fresh parameters of convolutions, by their names."""
+    """Makes fresh parameters of convolutions, by name."""
     params = {}
     for i, (name, unit) in enumerate(units.items()):
         params[name] = unit.init(jax.random.fold_in(key, i))
@@ -162,7 +163,7 @@ class Head:
 def class_loss(
     logits: Float[Array, "B K"], batch: Mapping[str, Any]
 ) -> tuple[Weighted, dict[str, Weighted]]:
-    """Computes the loss of classes, and the share of images classified right (`top_1`).
+    """Computes the loss of classes, and the fraction of correctly classified images (`top_1`).
 
     The batch holds `targets` [B] int32 and `weights` [B] float32. The loss has the `total` of the
     cross entropies in nats and the sum of the weights.

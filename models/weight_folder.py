@@ -1,6 +1,6 @@
-"""Reads folders of weights that the package transformers of Hugging Face has written.
+"""Reads folders of weights that Hugging Face's package transformers has written.
 
-A folder has `config.json`, and `model.safetensors` or its shards with an index.
+A folder has `config.json`, and either `model.safetensors` or several parts with an index.
 """
 
 import json
@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _PREFIXES = ("bert.", "transformer.", "model.")
 _ALSO = {".gamma": ".weight", ".beta": ".bias"}
-"""Old endings of names, and what newer folders have instead."""
+"""Endings of names in old folders, and the endings in newer folders."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The types of numbers that are read, by their names in files."""
+"""The supported types of numbers, by their names in files."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Folder:
 
     Attributes:
         path: the folder.
-        told: the content of its config.json.
-        files: for the usual name of each tensor (`usual`), the file that holds the tensor and the
-            tensor's name there.
+        told: the content of the folder's config.json.
+        files: maps the usual name of each tensor (`usual`) to the file that holds the tensor, and
+            to the tensor's name in that file.
     """
 
     path: Path
@@ -46,25 +46,26 @@ class Folder:
         """Returns the type of a tensor's numbers.
 
         Raises:
-            ValueError: the type is not in `DTYPES`. Quantized models, for example, store codes.
+            ValueError: the type is not in `DTYPES`, for example because the model is quantized.
         """
         file, stored = self.files[name]
         with safe_open(file, "numpy") as tensors:
             dtype = tensors.get_slice(stored).get_dtype()
         if dtype not in DTYPES:
             raise ValueError(
-                f"{file}: {stored} is of {dtype}: save the model in one of {', '.join(DTYPES)}"
+                f"{file}: {stored} has the type {dtype}: save the model with one of the types "
+                f"{', '.join(DTYPES)}"
             )
         return dtype_of(DTYPES[dtype])
 
     def array(self, name: str) -> np.ndarray:
-        """Reads a tensor as the file has it."""
+        """Reads a tensor, in the type of the file."""
         file, stored = self.files[name]
         with safe_open(file, "numpy") as tensors:
             return tensors.get_tensor(stored)
 
     def repeats(self, name: str, other: str) -> bool:
-        """Tells whether a tensor has the same numbers as another one."""
+        """Tells whether a tensor has the same numbers as another tensor."""
         if other not in self.files:
             return False
         return np.array_equal(self.array(name), self.array(other))
@@ -82,12 +83,12 @@ def open_folder(path: Path) -> Folder:
         if (path / INDEX).exists():
             parts = set(map(str, _table(path / INDEX, "weight_map").values()))
             if missing := sorted(part for part in parts if not (path / part).exists()):
-                raise ValueError(f"{INDEX} names {', '.join(missing)}, which is not there")
+                raise ValueError(f"{INDEX} names {', '.join(missing)}, which does not exist")
         files: dict[str, tuple[Path, str]] = {}
         for part in sorted(parts):
             with safe_open(path / part, "numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - no dict
-                    # Two names with one usual name would hide each other.
+                for name in tensors.keys():  # noqa: SIM118 - it is not a dict
+                    # Two tensors with the same usual name would overwrite each other.
                     _, twin = files.setdefault(usual(name), (path / part, name))
                     if twin != name:
                         raise ValueError(f"{twin} and {name} are two tensors for one parameter")
@@ -103,17 +104,17 @@ def open_folder(path: Path) -> Folder:
 
 
 def _table(path: Path, key: str | None = None) -> dict[str, Any]:
-    """Reads the object in a JSON file, or the object under a key of it."""
+    """Reads the object in a JSON file, or the object under one of its keys."""
     data = json.loads(path.read_text())
     table = data.get(key) if key is not None and isinstance(data, dict) else data
     if not isinstance(table, dict):
-        problem = "maps no names" if key is None else f"has no {key}"
+        problem = "is not a JSON object" if key is None else f"has no {key}"
         raise ValueError(f"{path.name} {problem}")
     return table
 
 
 def usual(name: str) -> str:
-    """Returns the usual name of a tensor, without the prefixes and old endings of some folders.
+    """Returns the usual name of a tensor, without prefixes and old endings.
 
     >>> usual("bert.embeddings.LayerNorm.gamma")
     'embeddings.LayerNorm.weight'

@@ -1,8 +1,8 @@
-"""Reads and writes the weights of a folder by tables from its tensors to a model's parameters.
+"""Reads and writes the weights of a folder, by tables that map parameters to tensors.
 
-A table maps each parameter to the tensors that make it (`Source`). `pieces` inverts a
-table: it maps each tensor to its place in a parameter (`Piece`). Parameters are read by the
-table, and tensors are written by its inverse.
+A table maps each parameter of a model to the tensors from which it is made (`Source`). `pieces`
+inverts a table: it maps each tensor to its place in a parameter (`Piece`). Parameters are read with
+the table, and tensors are written with its inverse.
 """
 
 import shutil
@@ -33,18 +33,20 @@ _OTHER_WEIGHTS = (
     ".gguf",
     ".ot",
 )
-"""Suffixes of files that are not copied, because they hold the weights before training."""
+"""Suffixes of files with weights. They are not copied, because they hold the weights before
+training.
+"""
 
 
 class Source(NamedTuple):
-    """The tensors of a folder that make a parameter, side by side along the parameter's last axis.
+    """The tensors that make a parameter; they are concatenated along the parameter's last axis.
 
     Attributes:
-        names: the names of the tensors. If the parameter stacks layers, each name has {} in place
-            of the number of a layer.
+        names: the names of the tensors. If the parameter stacks layers, each name has {} for the
+            number of a layer.
         turned: whether each tensor is transposed.
-        layers: how many layers the parameter stacks along its first axis; None if it is not a
-            stack.
+        layers: how many layers the parameter stacks along its first axis; None if it does not stack
+            layers.
     """
 
     names: tuple[str, ...]
@@ -58,15 +60,15 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of model is stored in folders.
+    """How a type of model is stored in folders.
 
     Attributes:
-        fields: maps the settings of a folder to fields of our configuration. A setting that is
-            neither read here nor `harmless` is refused.
-        sources: maps a configuration to the source of each parameter, by the parameter's path,
-            joined by dots.
-        harmless: settings that change nothing for this kind of model.
-        copies: for each tensor that repeats another one, the name of that other tensor.
+        fields: maps the settings of a folder to fields of our configuration. A setting that it does
+            not read and that is not `harmless` is an error.
+        sources: maps a configuration to the source of each parameter. The keys are the paths of
+            parameters, joined by dots.
+        harmless: settings that change nothing for this type of model.
+        copies: for each tensor that may repeat another tensor, the name of that other tensor.
         ignored: patterns of tensors that our model does not use.
     """
 
@@ -80,9 +82,8 @@ class Format:
 class Piece(NamedTuple):
     """The place of a tensor in the parameter at `path`.
 
-    The tensor is part number `part` of `parts` along the last axis. If the parameter stacks
-    layers, the tensor belongs to layer number `layer`. If `turned`, the tensor is
-    transposed.
+    The tensor is part number `part` of `parts` parts along the last axis. If the parameter stacks
+    layers, the tensor belongs to layer number `layer`. If `turned`, the tensor is transposed.
     """
 
     path: str
@@ -92,7 +93,7 @@ class Piece(NamedTuple):
     turned: bool
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the tensor, given that of the whole parameter."""
+        """Returns the shape of the tensor, given the shape of the whole parameter."""
         *before, last = whole if self.layer is None else whole[1:]
         piece = (*before, last // self.parts)
         return piece[::-1] if self.turned else piece
@@ -107,7 +108,7 @@ class Piece(NamedTuple):
 
 
 def pieces(sources: Mapping[str, Source]) -> dict[str, Piece]:
-    """Maps the name of each tensor to its place, for a table of sources.
+    """Maps the name of each tensor to its place in a parameter, for a table of sources.
 
     >>> pieces({"blocks.kernel": Source(("h.{}.w",), True, 2)})["h.1.w"]
     Piece(path='blocks.kernel', layer=1, part=0, parts=1, turned=True)
@@ -126,13 +127,13 @@ def read_fields(folder: Folder, form: Format) -> dict[str, Any]:
     """Reads the fields of a model's configuration from a folder.
 
     Raises:
-        ValueError: a setting is missing or unknown, or has a value that our model lacks.
+        ValueError: a setting is missing or unknown, or has an unsupported value.
     """
     settings = Settings(folder.told)
     try:
         fields = form.fields(settings, folder)
     except KeyError as missing:
-        raise ValueError(f"config.json does not tell {missing}") from missing
+        raise ValueError(f"config.json has no {missing}") from missing
     settings.all_understood(form.harmless)
     return fields
 
@@ -144,33 +145,33 @@ def read_params(
     shapes: Mapping[str, Any],
     dtype: str | None = "float32",
 ) -> dict[str, Any]:
-    """Reads the parameters of a model in a folder as nested dicts of `LazyArray`.
+    """Opens the parameters of a model in a folder, as nested dicts of `LazyArray`.
 
-    Only headers are read now. Each array is read when it is needed.
+    This reads only headers. Each array is read when it is needed.
 
     Args:
-        folder: a folder of the model's kind.
-        form: how that kind of model is stored in folders.
+        folder: a folder with a model of this type.
+        form: how this type of model is stored in folders.
         config: the configuration of the model.
-        shapes: nested dicts of objects that have the shape of each parameter.
-        dtype: the type of the parameters; None: the type that the files have.
+        shapes: nested dicts of objects with the `shape` of each parameter.
+        dtype: the type of the parameters; None means the type in the files.
 
     Raises:
-        ValueError: the folder has another architecture; the message names the first tensor that
-            differs.
+        ValueError: the folder's architecture differs from the model's; the message names the first
+            tensor that differs.
     """
     sources, leaves = form.sources(config), dict(flat(shapes))
     assert sources.keys() == leaves.keys(), sorted(sources.keys() ^ leaves.keys())
-    # Headers show all errors in names, shapes and types, before any numbers are read.
+    # Headers reveal all errors in names, shapes and types before any numbers are read.
     piece_of = pieces(sources)
     for name, piece in piece_of.items():
         shape = piece.shape(leaves[piece.path].shape)
         there = folder.shape(name) if name in folder.files else None
         if there != shape:
-            problem = "is missing" if there is None else f"is {list(there)}"
+            problem = "is missing" if there is None else f"has the shape {list(there)}"
             raise ValueError(
-                f"{folder.path} is of another architecture: {name} {problem} there, {list(shape)} "
-                "here"
+                f"{folder.path} has another architecture: {name} {problem} in the folder, but has "
+                f"{list(shape)} in the model"
             )
         folder.dtype(name)
     for name in sorted(folder.files.keys() - piece_of):
@@ -186,26 +187,27 @@ def read_params(
 
 
 def _check_unread(folder: Folder, form: Format, name: str) -> None:
-    """Checks that a tensor that makes no parameter may be left out: it is a copy, or ignored."""
+    """Checks that a tensor that belongs to no parameter is a copy of another tensor, or ignored."""
     if name in form.copies:
         if not folder.repeats(name, form.copies[name]):
             raise ValueError(
-                f"{folder.path} is of another architecture: {name} differs there from "
-                f"{form.copies[name]}, here both are one parameter"
+                f"{folder.path} has another architecture: {name} and {form.copies[name]} differ in "
+                "the folder, but are one parameter in the model"
             )
         return
     if any(fnmatchcase(name, pattern) for pattern in form.ignored):
         return
     there = list(folder.shape(name))
     raise ValueError(
-        f"{folder.path} is of another architecture: {name} is {there} there, missing here"
+        f"{folder.path} has another architecture: {name} has the shape {there} in the folder, but "
+        "is missing in the model"
     )
 
 
 def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.ndarray:
-    """Reads a parameter, or its part at the indices `at` of its first axes."""
+    """Reads a parameter, or only its part at the indices `at` of the first axes."""
     if source.layers is not None:
-        # With an index, only that layer is read, so each stage reads only its own layers.
+        # With an index, only that layer is read. So each stage reads only its own layers.
         if not at:
             return np.stack([_read(folder, source, dtype, i) for i in range(source.layers)])
         source, at = source.of(at[0]), at[1:]
@@ -219,15 +221,14 @@ def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.
 def write_params(
     folder: Folder, form: Format, config: Any, params: Mapping[str, Any], into: Path
 ) -> None:
-    """Writes parameters like the folder that they were read from: same files, names and types.
+    """Writes parameters into a folder with the files, names and types of the original folder.
 
-    Tensors that make no parameter are copied unchanged, unless they repeat a tensor that
-    was trained. Other files, such as config.json and those of the tokenizer, are copied,
-    too.
+    Tensors that belong to no parameter are copied unchanged, unless they repeat a trained tensor.
+    Other files are also copied, such as config.json and the tokenizer's files.
 
     Args:
-        folder: the folder whose files, names and types of numbers are used.
-        form: how its kind of model is stored in folders.
+        folder: the original folder.
+        form: how this type of model is stored in folders.
         config: the configuration of the model.
         params: nested dicts of arrays, without adapters.
         into: a new folder, or an empty one.
@@ -238,7 +239,7 @@ def write_params(
     piece_of, leaves = pieces(form.sources(config)), dict(flat(params))
 
     def tensor(name: str) -> np.ndarray:
-        # A copy of another tensor gets that tensor's trained numbers, so that it stays a copy.
+        # A copy of another tensor gets the trained numbers of that tensor, so that it stays a copy.
         piece = piece_of.get(name) or piece_of.get(form.copies.get(name, ""))
         if piece is None:
             return folder.array(name)
@@ -270,7 +271,7 @@ def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes nested dicts from leaves by path. `flat` is the inverse."""
+    """Makes nested dicts from leaves with paths; the inverse of `flat`."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *above, last = path.split(".")
@@ -282,12 +283,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def linear(path: str, *names: str, turned: bool = True, bias: bool = True) -> dict[str, Source]:
-    """Returns the sources of a linear map that consists of one or several maps side by side.
+    """Returns the sources of a linear map, which is one map of the folder or several side by side.
 
     >>> linear("head", "lm_head", bias=False)
     {'head.kernel': Source(names=('lm_head.weight',), turned=True, layers=None)}
     """
-    # PyTorch stores a kernel as [outputs, inputs], and we as [inputs, outputs].
+    # PyTorch stores a kernel as [outputs, inputs], our model as [inputs, outputs].
     weights = tuple(f"{name}.weight" for name in names)
     sources = {f"{path}.kernel": Source(weights, turned)}
     if bias:

@@ -1,6 +1,6 @@
-"""A workload: all that the command line needs to plan and train a model.
+"""A workload: everything that the command line needs to plan and train a model.
 
-A new model of jvpipe is a module with `SIZES` and `workload`, and a name in `NAMES`.
+To add a model to jvpipe, write a module with `SIZES` and `workload`, and add its name to `NAMES`.
 """
 
 import dataclasses
@@ -50,13 +50,13 @@ OF_FOLDERS = {
     "gemma2": "gemma",
     "gemma3_text": "gemma",
 }
-"""The model of a folder of weights, by the `model_type` of the folder's config.json."""
+"""The model that can load a folder of weights, by the `model_type` in the folder's config.json."""
 _MODULES = {name: f"jvpipe.models.{name.replace('-', '_')}" for name in NAMES}
 
 
 @runtime_checkable
 class Batches(Iterator[Batch], Protocol):
-    """An endless iterator over batches, whose state, a JSON object, lets a run resume."""
+    """An endless iterator over batches. Its state is a JSON object from which a run can resume."""
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position, for `set_state`."""
@@ -72,10 +72,10 @@ class Data:
     """Data to train on and to evaluate.
 
     Attributes:
-        train: batches without end.
-        example: a batch, or its shapes.
+        train: endless batches to train on.
+        example: a batch, or the shapes of a batch.
         held_out: a few batches that training never sees, the same for every seed.
-        digest: the SHA-256 of the data, or of its first batch.
+        digest: a SHA-256 digest of the data, or of its first batch.
         baseline_loss: the held-out loss (in nats) of a predictor that knows only how often each
             token or class occurs in training; NaN if there is none.
     """
@@ -89,29 +89,30 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model of some size with its loss, its data and its recipe: a `Model` with all members.
+    """A model of some size with its loss, data and training recipe; it has all members of `Model`.
 
     Attributes:
-        config: the fields that distinguish models of one name.
+        config: the configuration, whose fields distinguish models of the same name.
         init: maps a key to parameters, nested dicts of arrays.
-        loss_fn: maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is
-            None.
+        loss_fn: maps (parameters, batch, key) to a `jvpipe.Weighted`. If the key is None, there is
+            no dropout.
         abstract_batch: maps a batch size to the shapes of a batch, so that a model can be planned
             without data.
-        open_data: maps (path, run folder, seed, batch size) to the data. The path is a file
-            or a folder; None for the default data. The run folder keeps files such as a
-            tokenizer.
-        optimizer: maps the total number of updates to a gradient transformation; with
-            `local=True`, to one that needs only one parameter at a time. If there is a
-            recipe, it is from there.
+        open_data: maps (path, run folder, seed, batch size) to the data. The path is a file or a
+            folder; None for the default data. Files such as the tokenizer are stored in the run
+            folder.
+        optimizer: maps the total number of updates to a gradient transformation; with `local=True`,
+            to a transformation that needs only one parameter at a time. If there is a recipe, this
+            is the recipe's method.
         learning_rates: maps the total number of updates to the rate of each update.
-        recipe: the optimizer and its rates, if they can be changed on the command line.
+        recipe: the training recipe, if the command line can change it; else None.
         batch_size: the default batch size.
         steps: the default number of steps.
-        model_state: makes the first model state, if the loss has one, such as statistics of batch
-            norms. The loss then maps (parameters, state, batch, key) to the loss and a new state.
-        supernet: a space of architectures that can be searched; `init` and `loss_fn` are then those
-            of its default architecture.
+        model_state: makes the initial model state, such as statistics of batch norms; None if the
+            loss has no state. With a state, the loss maps (parameters, state, batch, key) to the
+            loss and a new state.
+        supernet: a space of architectures for a search, or None; `init` and `loss_fn` are then
+            those of the default architecture.
     """
 
     name: str
@@ -156,7 +157,7 @@ class Workload:
         return None if self.model_state is None else self.model_state()
 
     def to_plan(self, batch_size: int | None = None) -> dict[str, Any]:
-        """Returns arguments of `plan_for`, with the given batch size or else the model's own."""
+        """Returns arguments for `plan_for`, with this batch size or else the model's default."""
         return {
             "loss_fn": self.loss_fn,
             "params": self.init,
@@ -168,11 +169,11 @@ class Workload:
         }
 
     def batches(self, seed: int, batch_size: int) -> Batches:
-        """Opens the batches to train on of the default data."""
+        """Opens the training batches of the default data."""
         return self._default_data(seed, batch_size).train
 
     def held_out(self) -> Sequence[Tree]:
-        """Opens a few batches of the default data that training never sees, of the default size."""
+        """Opens the held-out batches of the default data, with the default batch size."""
         return self._default_data(0, self.batch_size).held_out
 
     def _default_data(self, seed: int, batch_size: int) -> Data:
@@ -185,8 +186,8 @@ def load(name: str, size: str | None = None, **options: Any) -> Workload:
 
     Args:
         name: one of `NAMES`.
-        size: one of the model's sizes; None for `mini`.
-        **options: fields that replace those of the size's configuration, e.g. `tokens=512`.
+        size: one of the model's sizes; None means `mini`.
+        **options: values that replace fields of the size's configuration, e.g. `tokens=512`.
 
     Raises:
         ValueError: the model, the size or an option is unknown, or an option is out of range.
@@ -234,10 +235,10 @@ def configured(
 
 
 def _trained(config: Any, init: Callable[[jax.Array], Tree]) -> str:
-    """Returns the pattern of trained parameters: all, or only adapters if there are any.
+    """Returns the pattern of trained parameters: of all, or only of adapters if there are any.
 
     Raises:
-        ValueError: no layer matches the configuration's pattern of adapted layers.
+        ValueError: no layer matches the configuration's pattern `lora_on`.
     """
     if not getattr(config, "lora", 0):
         return "*"
@@ -272,8 +273,9 @@ def sized(
 ) -> Workload:
     """Makes the workload of one of a model's sizes, with fields replaced by `options`.
 
-    Each given function takes the configuration as its first argument. The default size `mini` has a
-    recipe that trains it within minutes. `learning_rate` and `batch_size` are for the other sizes.
+    Each function argument takes the configuration as its first argument. The default size `mini`
+    has a recipe that trains it within minutes, with the rate `mini_rate`. `learning_rate` and
+    `batch_size` are for the other sizes.
     """
     size = size or "mini"
     config = configured(name, sizes, size, options)

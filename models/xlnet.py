@@ -1,17 +1,16 @@
 """XLNet (arXiv:1906.08237): tokens predicted in a random order, by two streams of attention.
 
-It is in Flax NNX. Axes: B batch, T tokens, K predicted tokens, Q = T + K rows of both streams, D
-model, H heads, P distances, V vocabulary.
+The model uses Flax NNX. Axes: B batch, T tokens, K predicted tokens, Q = T + K rows of both
+streams, D model, H heads, P distances, V vocabulary.
 
-The first stream has a row for each token, and the row knows its token. Such a row sees all
-tokens that are not predicted. If its own token is predicted, the row also sees the
-predicted tokens up to its own, in the order of prediction. The second stream has a row for
-each predicted token, but the row knows only the position. Such a row sees all tokens that
-are not predicted, and the predicted tokens before its own. The two streams share the
-blocks' parameters.
+The first stream has a row for each token, and the row knows its token. The row sees all tokens that
+are not predicted. If its own token is predicted, the row also sees the predicted tokens up to its
+own, in the order of prediction. The second stream has a row for each predicted token, but the row
+knows only the position of the token. The row sees all tokens that are not predicted, and the
+predicted tokens before its own. The two streams share the parameters of the blocks.
 
-A learned map of sinusoids gives the distance of two tokens (arXiv:1901.02860). A record is one
-segment, so unlike in the paper, there is no memory of the record before.
+A learned map of sinusoids encodes the distance of two tokens (arXiv:1901.02860). Unlike in the
+paper, each record is a single segment, so there is no memory of the previous segment.
 
 The mask of the record a b c, if c is predicted first and then a (section 2.3, figure 1):
 
@@ -22,9 +21,9 @@ The mask of the record a b c, if c is predicted first and then a (section 2.3, f
     second stream   c            . x .    a position never sees its own token
                     a            . x x
 
-The size 24 is the paper's large model: 360.2M parameters, published as 360M. The size 36, published
-as 500M, has 523.9M. As in the authors' code, each block has its own matrix for distances; without
-these matrices, it has 486.1M.
+The size 24 is the paper's large model, with 360.2M parameters, published as 360M. The size 36,
+published as 500M, has 523.9M parameters. As in the authors' code, each block has its own matrix for
+distances. Without these matrices, the size 36 would have 486.1M parameters.
 """
 
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from jvpipe.models.workload import Data, Workload, sized
 
 @dataclass(frozen=True, kw_only=True)
 class XlnetConfig(MaskedConfig):
-    """The shape of an XLNet. The share `mask_rate` of a record's tokens is predicted."""
+    """The shape of an XLNet. A fraction `mask_rate` of a record's tokens is predicted."""
 
     vocabulary: int = 32000
     tokens: int = 512
@@ -67,9 +66,9 @@ SIZES = {
 
 
 Rows = Float[Array, "B Q D"]
-"""Both streams: T rows of the first, then K of the second. A cut between two blocks sends them."""
+"""Both streams: T rows of the first, then K rows of the second. A cut between blocks sends them."""
 Seen = Float[Array, "B 1 Q T"]
-"""What is added to scores, to say which row sees which token. It is the same for all heads."""
+"""A bias of scores that determines which row sees which token. It is the same for all heads."""
 
 
 class Embeddings(nnx.Module):
@@ -86,7 +85,7 @@ class Embeddings(nnx.Module):
         Args:
             tokens: the record.
             predicted: K.
-            key: draws dropped values.
+            key: the key for dropout.
         """
         x = self.tokens(tokens)  # [B, T, D]
         B, _, D = x.shape
@@ -95,7 +94,7 @@ class Embeddings(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention of the rows of both streams to those of the first, by content and by distance."""
+    """Attention of both streams' rows to the first stream's rows, by content and by distance."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         self.config, D = config, config.width
@@ -113,17 +112,17 @@ class Attention(nnx.Module):
         Args:
             x: the rows.
             at: the position of each row.
-            bias: says which row sees which token.
-            key: draws dropped weights.
+            bias: determines which row sees which token.
+            key: the key for dropout of weights.
         """
         T, D = bias.shape[3], self.config.width
         q = self.queries(x)
-        # Only rows of the first stream, which know their tokens, give keys and values.
+        # Keys and values come only from the first stream, whose rows know their tokens.
         k, v = jnp.split(self.inputs(x[:, :T]), 2, axis=2)  # [B, T, D] each
         # All P = 2 T - 1 distances, from 1 - T to T - 1, are mapped once and then looked up.
         waves = sinusoids(2 * T - 1, D, first=1 - T).astype(x.dtype)
         far = self.distances(waves)  # [P, D]
-        # arXiv:1901.02860, section 3.3: by content its terms (a) and (c), by distance (b) and (d).
+        # arXiv:1901.02860, section 3.3: terms (a) and (c) are by content, (b) and (d) by distance.
         by_token = self._split(q + self._bias(self.of_tokens, q))
         near = jnp.einsum("bqhd,bthd->bhqt", by_token, self._split(k))
         by_distance = self._split(q + self._bias(self.of_distances, q))
@@ -147,7 +146,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then a feed-forward network. Each is added to its input, and the sum is normed."""
+    """Attention, then a feed-forward network. Each is added to its input, then normalized."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
@@ -168,7 +167,7 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Maps the vector of a row to logits of its token."""
+    """Maps the vector of a row to the logits of its token."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         self.bias = nnx.Param(jnp.zeros(config.vocabulary))
@@ -179,21 +178,23 @@ class Head(nnx.Module):
 
 
 def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
-    """Returns the position of each row, and the bias that hides later predictions from it."""
+    """Returns the position of each row, and the bias that hides later predicted tokens from it."""
     positions = batch["positions"]
     (B, T), K = batch["tokens"].shape, positions.shape[1]
     place = jax.lax.broadcasted_iota(jnp.int32, (B, T), 1)
     turns = jax.lax.broadcasted_iota(jnp.int32, (B, K), 1) + 1
     is_token = positions[:, :, None] == place[:, None]  # [B, K, T]
     predicted = is_token & (batch["weights"] > 0)[:, :, None]
-    # A token's rank is its turn, 1 to K, or 0 if it is not predicted.
+    # A token's rank is its place in the order of prediction, 1 to K, or 0 if it is not predicted.
     ranks = jnp.sum(jnp.where(predicted, turns[:, :, None], 0), 1)  # [B, T]
-    # A row sees the ranks below its limit. Only the first stream's limit is above its own rank.
+    # A row sees tokens of ranks below its limit. So only rows of the first stream see their own
+    # token.
     ranks_seen = ranks[:, None]  # [B, 1, T]
     limits = jnp.concatenate([ranks + 1, turns], 1)  # [B, Q]
     sees = ranks_seen < limits[:, :, None]  # [B, Q, T]
     at = jnp.concatenate([place, positions], 1)
-    # A first prediction may see nothing. Then -inf would fill its row, and its softmax be NaN.
+    # The first predicted token may see no token. If its whole row were -inf, softmax would give
+    # NaN.
     return at, jnp.where(sees, 0.0, -1e9)[:, None]
 
 
@@ -206,8 +207,8 @@ def loss_function(config: XlnetConfig) -> LossFunction:
     """Makes `loss_fn(params, batch, rng)`, the loss of predicted tokens.
 
     The batch holds `tokens` [B, T] int32, `positions` and `targets` [B, K] int32 in the order of
-    prediction, and `weights` [B, K] float32, 0 for a position that does not count. The loss has the
-    `total` of the cross entropies in nats and the sum of the weights.
+    prediction, and `weights` [B, K] float32, which are 0 for positions that do not count. The loss
+    has the `total` of the cross entropies in nats, and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 
@@ -221,7 +222,7 @@ def logits_function(config: XlnetConfig) -> Logits:
         predicted = batch["positions"].shape[1]
         x = embeddings(batch["tokens"], predicted, model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key, *order(batch))
-        # Only the second stream predicts, because rows of the first know their tokens.
+        # Only the second stream predicts, because rows of the first stream know their tokens.
         second = x[:, config.tokens :]  # [B, K, D]
         return model.part("head", params["head"])(second, embeddings.tokens)
 
@@ -231,7 +232,7 @@ def logits_function(config: XlnetConfig) -> Logits:
 def open_data(
     config: XlnetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Opens text as records of which some tokens are predicted in a random order."""
+    """Opens text as records in which some tokens are predicted in a random order."""
     # Imported here because a plan needs neither data nor the libraries that read it.
     from jvpipe.models.masking import open_permuted_text
 
@@ -239,7 +240,7 @@ def open_data(
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:
-    """Makes XLNet of a size (`tiny`, `mini`, and by blocks `24`, `36`; `mini` by default).
+    """Makes an XLNet of a size (`tiny`, `mini`, `24` or `36` blocks; `mini` by default).
 
     `options` replace fields of `XlnetConfig`.
     """

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Keeps a run going in a plain loop: sh loop.sh --run-dir runs/first --model bert --stages 2
-# Exit code 75 means that the run can go on from its last checkpoint. Only then the loop repeats the
-# command, with --resume. After TRIES starts, it gives up. COMMAND and PAUSE_S are for tests.
+# Exit code 75 means that the run can continue from its last checkpoint. The loop then repeats the
+# command, with --resume, and gives up after TRIES starts. Any other exit code ends the loop.
+# COMMAND and PAUSE_S are for tests.
 set -u
 command=${COMMAND:-python -m jvpipe.train}
 tries=${TRIES:-20}

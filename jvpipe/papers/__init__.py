@@ -1,1 +1,1 @@
-"""Planners of the papers, and the registry that lists them beside jvpipe's own."""
+"""Planners from published papers, and the registry that lists them beside jvpipe's own planner."""

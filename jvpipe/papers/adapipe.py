@@ -4,23 +4,23 @@ Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recom
 Adaptive Partitioning", ASPLOS 2024.
 
 Legend, in the paper's symbols:
-    p       the number of stages; the number s of a stage counts from 0
+    p       the number of stages, which are numbered from 0; s is a stage's number
     n       the number of micro-batches
     f, b    forward and backward seconds of a stage; b includes recomputation
-    c       seconds of the transfers from the stage before, and of those back to it
+    c       seconds of the transfers between a stage and the one before it, in both directions
 
 The first program (`knapsack.py`) finds b for every stage and segment (consecutive layers). The
 second program goes from the last stage to the first. For each layer at which stage s may begin, it
-keeps the cuts of the stages from s on for which T_s is least:
+keeps the cuts of stages s to p - 1 that make T_s least:
 
     T_s = W_s + E_s + (n - p) M_s
     W_s = f_s + max(W_{s+1} + b_{s+1} + c_{s+1}, (p - s - 1) f_s)    warm-up
     E_s = b_s + max(E_{s+1} + f_{s+1} + c_{s+1}, (p - s - 1) b_s)    ending
     M_s = max(M_{s+1}, f_s + b_s)                                    a step of the steady phase
 
-M_s is also at least the seconds for which any of the stage's links is busy in a step of the steady
+M_s is also at least the seconds for which each of the stage's links is busy in a step of the steady
 phase. T_0 is the seconds of a whole step of 1F1B. A schedule without a flush has only the steady
-phase, so for it M_s is minimized in place of T_s.
+phase, so the program then minimizes M_s instead of T_s.
 """
 
 from itertools import pairwise
@@ -53,9 +53,9 @@ def adapipe(problem: Problem) -> Decision:
 
 
 class Suffix(NamedTuple):
-    """The best stages from s on; entry i of each array is for a stage s that begins at layer i.
+    """The best plans of stages s to p - 1; entry i of an array is for a stage s from layer i on.
 
-    W_s and E_s are infinite if no stages fit.
+    W_s and E_s are infinite if no plan fits.
 
     Attributes:
         warmup_s: W_s.
@@ -90,7 +90,7 @@ def try_adapipe(problem: Problem) -> Decision | None:
     n = len(problem.costs.layers)
     suffixes = [Suffix.empty(n)]
     for s in reversed(range(problem.stages)):
-        # Only the suffix after stage s is needed, so one pass from the last stage is enough.
+        # Stage s needs only the suffix after it, so one pass from the last stage is enough.
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
@@ -109,14 +109,14 @@ def _before(
     segments: Segments,
     recomputation: Recomputation,
 ) -> Suffix:
-    """Finds the best stages from s on, given those after s: one step of the dynamic program."""
+    """Finds the best stages s to p - 1, given the best later ones: a step of the program."""
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1
     steady_steps = max(0, problem.microbatches - problem.stages)
     suffix = Suffix(*(np.full_like(column, np.inf) for column in after))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
-        # All ends with which a stage that begins at i fits are evaluated at once.
+        # For a stage that begins at layer i, all ends that fit are evaluated at once.
         row = segments.row(s, i)
         extra_s = recomputation.extra_s[s, i]
         ends = cuts[cuts > i]

@@ -1,4 +1,4 @@
-"""Asks a planner by its name: `ask` for a plan, `ask_shapes` also for the devices of each stage."""
+"""Calls a planner by its name: `ask` returns a plan, and `ask_shapes` also chooses the devices."""
 
 import math
 from collections.abc import Sequence
@@ -23,36 +23,36 @@ from jvpipe.schedules.auto import AUTO, GivenLists
 def ask(
     planner: str, problem: Problem, places: Sequence[int] | None = None, *, fixed: bool = False
 ) -> Planned:
-    """Asks a planner for a plan, including the order of tasks if the problem leaves it open.
+    """Makes a plan with a planner, including the order of tasks if the problem leaves it open.
 
-    jvpipe's own planner also chooses in which order stages take devices that differ from
-    each other in speed or memory ("unlike" devices).
+    If devices differ in speed or memory ("unlike" devices), jvpipe's own planner also chooses which
+    device each stage gets.
 
     Args:
         planner: the name of the planner.
-        problem: the problem to solve; the problem in the answer has the order that was chosen.
-        places: the device of each stage; if the order of tasks is open, the device of each
-            place. Unless given, 0, 1, 2 and so on. Not used for unlike devices: the problem
-            has their numbers.
-        fixed: whether unlike devices stay in the order that they have.
+        problem: the problem to solve. The problem in the result has the chosen order of tasks and
+            devices.
+        places: the device of each stage, or of each place if the order of tasks is open; by default
+            0, 1, 2 and so on. Ignored for unlike devices, because the problem has their numbers.
+        fixed: whether unlike devices keep the order that they have in the problem.
 
     Raises:
         Infeasible: the planner finds no plan that keeps the limit.
     """
     unlike = problem.groups and not problem.replicated
-    # The papers' planners take unlike devices in the order in which they are given.
+    # The papers' planners use unlike devices in the order that the problem has.
     chooses = unlike and not find_planner(planner).as_paper and not fixed
     asked = worth_searching(problem) if chooses else [problem]
     return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
 
 
 def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planned:
-    """Asks a planner with the devices in the order of the problem."""
+    """Makes a plan with the devices in the order that the problem has."""
     if problem.schedule != AUTO:
         return answered(planner, problem, find_planner(planner).decide(problem), places)
     ordered = find_order(problem)
     plan = ordered.plan(problem, planner)
-    # If devices are unlike, the problem's groups have their numbers.
+    # If devices are unlike, the problem's groups have their numbers, and `places` is ignored.
     if places and not problem.groups:
         devices = [d for stage in plan.stages for d in stage.devices]
         plan = plan.on([(places[d],) for d in devices])
@@ -65,15 +65,15 @@ def answered(
     decision: Decision,
     places: Sequence[int] | None = None,
 ) -> Planned:
-    """Makes a plan of a planner's decision.
+    """Makes a plan from a planner's decision.
 
     Args:
         planner: the name of the planner.
-        problem: the problem that it has solved.
-        decision: its decision.
-        places: the device of each stage; unless given, as the problem has them.
+        problem: the problem that the planner has solved.
+        decision: the planner's decision.
+        places: the device of each stage; by default, those of the problem.
     """
-    # Task lists that a search has found are kept in the plan, since no schedule can make them.
+    # The plan stores task lists that a search has found, because no schedule can generate them.
     lists = problem.schedule.lists
     where = None if problem.groups or places is None else [(place,) for place in places]
     plan = decision.plan(problem, planner, where)
@@ -82,7 +82,7 @@ def answered(
 
 
 def ask_shapes(planner: str, shapes: Shapes) -> Planned:
-    """Asks a planner that also decides each stage's devices and the examples of a micro-batch.
+    """Makes a plan with a planner that also decides each stage's devices and the micro-batch size.
 
     Args:
         planner: the name of the planner.
@@ -90,8 +90,8 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
     Raises:
         Infeasible: no plan keeps the limits; the error has a limit that some plan keeps.
-        ValueError: the user gives a part of the shape that this planner decides itself, or
-            the planner cannot use so many devices.
+        ValueError: the user fixes a part of the shape that this planner decides itself, or the
+            planner cannot use that many devices.
     """
     chosen = find_planner(planner)
     if chosen.shape_rule:
@@ -103,7 +103,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
         plans = rough_plans(shapes)
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # If shapes differ only in which devices a stage has, the first is kept.
+            # If shapes differ only in which devices a stage has, only the first shape is kept.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
@@ -111,13 +111,13 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
 
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
-    """Returns the rough plans, given the best first, whose shapes are worth an exact plan.
+    """Returns the rough plans whose shapes are worth an exact plan.
 
-    A rough plan keeps or recomputes all values of a stage. If the first plan recomputes, choosing
-    fates for single values may save much time. So slower shapes are returned too. If it keeps
-    everything, an exact plan can only have better cuts, which save little. So shapes that take more
-    than `SHAPE.worth_a_plan` times as long are left out. At most `SHAPE.planned` plans are
-    returned.
+    The plans are sorted, the fastest first. A rough plan keeps or recomputes all values of a stage.
+    If the fastest plan recomputes, an exact plan may save much time by choosing a fate for each
+    value, so slower shapes are returned too. If the fastest plan keeps everything, an exact plan
+    can only improve the cuts, which saves little. Shapes that take more than `SHAPE.worth_a_plan`
+    times as long are then left out. At most `SHAPE.planned` plans are returned.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s
@@ -126,12 +126,12 @@ def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
 
 
 def _of_shape(planner: str, plan: RoughPlan) -> Planned:
-    """Returns the best exact plan that is found with the shape of a rough plan."""
+    """Returns the best exact plan that the search finds with the shape of a rough plan."""
     problem = plan.problem
     if problem.schedule == AUTO:
         return _ask(planner, problem, None)
-    # The search begins with the rough plan if that plan keeps the limit and has the
-    # problem's number of stages. What the search finds is then at least as fast.
+    # The search begins with the rough plan if that plan keeps the limit and has the problem's
+    # number of stages. The result is then at least as fast as the rough plan.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     has_all_stages = len(plan.decision.bounds) == problem.stages + 1
     begin = [plan.decision] if fits and has_all_stages else []
@@ -152,7 +152,7 @@ def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
 
 
 def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
-    """Makes the error of a paper's planner that finds no plan; it names a limit that suffices."""
+    """Makes the error of a paper's planner that finds no plan, with a limit that suffices."""
     limit = shapes.model.memory_limit_bytes
     assert limit is not None, "without a limit every planner has a plan"
 
@@ -164,9 +164,9 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
     while not finds(enough):
         enough += enough // 8 + 1
     return Infeasible(
-        f"{planner.name} has no plan that fits into {limit} bytes per device: with "
-        f"{enough} bytes, {enough - limit} more, it has one. Use more devices, or "
-        "planner 'jvpipe'",
+        f"{planner.name} finds no plan that fits into {limit} bytes per device: it finds one "
+        f"with {enough} bytes, {enough - limit} more. Raise the limit, use more devices, or "
+        "use planner 'jvpipe'",
         stage=0,
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,

@@ -9,8 +9,8 @@ Legend, in the paper's words:
     MSPS        memory saved per second of overhead
     k           the number of micro-batches in flight on the stage
 
-Time goes to the right. Between a layer's forward and its backward the stage runs the forwards and
-backwards of its later layers, and k - 1 other micro-batches:
+In the drawing, time runs to the right. Between a layer's forward and its backward, the stage runs
+the forwards and backwards of its later layers, and k - 1 other micro-batches:
 
     layer's forward | later forwards | k - 1 micro-batches | later backwards | layer's backward
                      [ copy out ]             FreeTime               [ copy in ]
@@ -20,7 +20,7 @@ from jvpipe.papers.selection import FateChange, Selection
 
 
 def free_time_s(stage: Selection, change: FateChange) -> float:
-    """Returns the FreeTime of the values that a change swaps; negative if the stage would wait.
+    """Returns the FreeTime of the values that a change swaps; negative if the stage has to wait.
 
     The seconds between a layer's forward and backward are counted as in the drawing above. For 1F1B
     they are exact in the steady state of a stage that never waits. For GPipe they are a rough
@@ -37,13 +37,13 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 
 
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
-    """Returns the MSPS of a change, whose overhead is its recomputation and all of its copies.
+    """Returns the MSPS of a change; the overhead is its recomputation and all of its copies.
 
-    No copy counts as hidden: `optimize` has already taken the swaps that can be hidden.
+    No copy counts as hidden, because `optimize` has already taken the swaps that can be hidden.
 
     Args:
         stage: the stage of the change.
-        change: any change of its fates.
+        change: any change of the stage's fates.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s
@@ -53,9 +53,9 @@ def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
 def optimize(stage: Selection) -> None:
     """Changes a stage's fates until the stage fits or no change is left.
 
-    First come swaps, in order of falling FreeTime. Each swap must have a FreeTime of at least 0,
-    and the link to the host must have time for its copies while the stage computes. Then come swaps
-    and recomputations in order of falling MSPS.
+    First it takes swaps in order of falling FreeTime. Each of these swaps must have a FreeTime of
+    at least 0, and the link to the host must have time for its copies while the stage computes.
+    Then it takes swaps and recomputations in order of falling MSPS.
     """
 
     def free_time(change: FateChange) -> float:

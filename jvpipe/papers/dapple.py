@@ -19,15 +19,15 @@ Legend, in the paper's symbols:
     T_PL(j, m)  the least L found with the first j layers on m of G devices, and the other layers as
                 one stage that is shared by the other G - m devices (equation 4)
 
-The dynamic program keeps the plan behind each T_PL(j, m), and extends it by one more stage, which
-ends at a larger j (equation 5).
+For each (j, m), the dynamic program keeps the plan whose L is T_PL(j, m), and extends it by one
+more stage, which ends at a larger j (equation 5).
 
-    stage 0   F F . B F B F B . B       time goes to the right, M = 4, and the pivot Q is 1:
-    stage 1   . F B F B F B F B .       T_w is F_0 F_1, T_s is (M - 1) times F_1 B_1, and
-                                        T_e is B_1 B_0
+    stage 0   F F . B F B F B . B       time runs to the right, M = 4, and the pivot Q is 1:
+    stage 1   . F B F B F B F B .       T_w = F_0 + F_1, T_s = (M - 1) (F_1 + B_1), and
+                                        T_e = B_1 + B_0
 
-The paper's T_e does not count B_Q for s = Q. Without it, a step would lack its last backward if Q
-is the first stage. So B_Q counts here.
+The paper's T_e does not count B_Q for s = Q. If Q is the first stage, a step would then lack its
+last backward. So B_Q counts here.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ Seconds = float | Float[np.ndarray, "..."]
 
 
 class Phases(NamedTuple):
-    """F_s, B_s and AR_s of a stage: numbers, or arrays for many plans at once."""
+    """F_s, B_s and AR_s of a stage, as numbers, or as arrays for many plans at once."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -71,15 +71,15 @@ def dapple(problem: Problem) -> Decision:
     devices = problem.stages
     places = np.arange(len(kept.cuts))
     comm_s = _finite(kept.comm_s)
-    # The plans behind T_PL(., m): `plan` has the seconds of their stages and transfers, each as an
-    # array over j; `exists` says for which j there is a plan.
+    # The plans whose L is T_PL(j, m), for all j at once. `plan` lists the seconds of their stages
+    # and transfers, each as an array over j. `exists` says for which j there is a plan.
     plan = [_finite(kept.compute_s(0)[0])]
     exists = _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
         stage_s = _finite(kept.compute_s(m - 1))
         fits = _fits(kept, m - 1) & exists[:, None]
-        # A row of the grids is where the last stage begins, a column where it ends.
+        # The row of a grid is the cut at which the last stage begins, the column is where it ends.
         before = [seconds[:, None] for seconds in plan]
         way = [*before, comm_s, stage_s]
         if m < devices:
@@ -100,14 +100,15 @@ def dapple(problem: Problem) -> Decision:
     end = len(kept.cuts) - 1
     ends = [end]
     for begin in reversed(begins):
-        # Stages are traced back from the last: it begins where the plan that it extends ends.
+        # The stages are traced back from the last one. A stage begins where the plan before it
+        # ends.
         end = int(begin[end])
         ends.insert(0, end)
     return kept.decision([0, *ends])
 
 
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
-    """Estimates L of stages and the transfers between them.
+    """Estimates L, the latency of a step, for stages and the transfers between them.
 
     Q starts at the last stage. It moves to an earlier stage whose steady phase is longer
     than that of Q plus the work of the stages between the two (equation 3). One pass over the
@@ -131,12 +132,12 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    # AR_s minus the backwards of the stages before s. If the backwards of all stages up to Q are
-    # added, this is the ending of a stage s <= Q.
+    # AR_s minus the backwards of the stages before s. Adding the backwards of all stages up to Q
+    # gives the ending of a stage s <= Q.
     from_start_s = []
     for stage, up_to_s in zip(stages, backward_s, strict=True):
         from_start_s.append(stage.reduce_s - up_to_s + stage.backward_s)
-    # Entry s: the largest of these endings up to stage s.
+    # Entry s is the largest of these numbers up to stage s.
     ahead_s = list(accumulate(from_start_s, np.maximum))
     pivot_s = -np.inf
     between_s = 0.0
@@ -159,10 +160,10 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
 
 
 def _finite(grid: np.ndarray) -> np.ndarray:
-    """Replaces infinite entries by 0, so that no sum is NaN; `_fits` excludes these entries."""
+    """Replaces infinite entries by 0, so that no sum is NaN; `_fits` is False for these entries."""
     return np.where(np.isfinite(grid), grid, 0.0)
 
 
 def _fits(kept: KeptStages, s: int) -> np.ndarray:
-    """Returns a grid that tells which segments fit as stage s."""
+    """Returns a boolean grid: which segments fit the limit as stage s."""
     return np.isfinite(kept.where_it_fits(s, kept.compute_s(s)))

@@ -1,7 +1,7 @@
-"""The table of DAPPLE's dynamic program: the best plans found so far, by their devices and cuts.
+"""The table of DAPPLE's dynamic program: the best plan so far for each cut and set of devices.
 
-The symbols are those of `dapple_replicas.py`. The plans for one g share an object, so that all of
-them are extended at once. A plan does not list its stages: it has its last stage, and points to the
+`dapple_replicas.py` defines the symbols. One object holds all plans for one g, so that all of them
+are extended at once. A plan does not list its stages. It stores its last stage, and points to the
 plan that this stage extends.
 """
 
@@ -20,7 +20,7 @@ Places = tuple[int, ...]
 
 @dataclass(eq=False)
 class Plans:
-    """The plans whose L is T_PL(j, g), for one g; each attribute has one item for each j.
+    """The plans whose L is T_PL(j, g), for one g and all j; each attribute has one item for each j.
 
     Attributes:
         latency_s: L of the plan; infinite if there is no plan.
@@ -49,7 +49,7 @@ class Plans:
     def stacked(self) -> list[Phases]:
         """The phases of all plans as arrays over j; shorter plans begin with empty stages."""
         longest = max(map(len, self.phases))
-        # By F, B or AR, then by stage, then by j.
+        # The axes: F, B or AR; the stage; j; and an axis of 1, for the ends of a new stage.
         every = np.zeros((3, longest, len(self.phases), 1))
         for j, phases in enumerate(self.phases):
             if phases:
@@ -69,7 +69,7 @@ class Plans:
 
 
 def at(phases: Phases, which: Any) -> Phases:
-    """Returns the phases of some of the plans that the arrays of `phases` hold.
+    """Selects some plans from phases whose arrays have an entry for each plan.
 
     Args:
         phases: the phases of a stage in many plans.

@@ -1,27 +1,28 @@
 """DAPPLE's three policies of device placement: which devices a new stage gets.
 
 Paper: Fan et al., PPoPP 2021, figure 5. A machine is used if at least one of its devices is not
-free. A stage of 4 devices on three machines of 4, where the first machine has 2 free devices left:
+free. Example: a stage needs 4 devices. There are three machines with 4 devices each, and the first
+has only 2 free devices left:
 
     free             2 4 4
-    fresh first      0 4 0    whole machines that are unused, so that the stage is within one
+    fresh first      0 4 0    unused machines first, so that the stage fits into one machine
     append first     2 2 0    used machines first, so that few devices are left over
-    scatter first    2 1 1    equally many of each used machine, and then of unused ones
+    scatter first    2 1 1    used machines first, then unused ones; equally many devices of each
 """
 
 from functools import partial
 
 Free = tuple[int, ...]
-"""For each machine, a number of its devices: those that are free, or those that are taken."""
+"""A number of devices for each machine, such as the number of its free devices."""
 
 
 def in_turn(used: bool, free: Free, whole: Free, m: int) -> Free:
-    """Takes devices machine by machine: those of used machines first, or those of unused ones.
+    """Takes devices machine by machine, from used machines first or from unused machines first.
 
     A machine is used if at least one of its devices is not free.
 
     Args:
-        used: whether used machines come first; if not, unused ones do.
+        used: whether used machines come first; if not, unused machines come first.
         free: the number of free devices of each machine.
         whole: the number of all devices of each machine.
         m: how many devices are taken.
@@ -48,7 +49,7 @@ append_first = partial(in_turn, True)
 
 
 def scatter_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes equally many devices of each used machine, then of unused ones.
+    """Takes equally many devices from each used machine, then from each unused machine.
 
     Args:
         free: the number of free devices of each machine.

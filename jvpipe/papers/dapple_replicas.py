@@ -1,10 +1,10 @@
-"""DAPPLE's planner with replicated stages; `dapple.py` has the symbols of its latency.
+"""DAPPLE's planner with replicated stages; `dapple.py` defines the symbols of the latency.
 
 Paper: Fan et al., PPoPP 2021, sections IV-B (device placement) and IV-C (the dynamic program).
 
 Legend, in the paper's symbols where it has them:
-    g           the devices that the stages planned so far occupy; in the code, `free` has for each
-                machine the number of its other devices
+    g           the devices that the stages planned so far occupy; in the code, `free` has the
+                number of unoccupied devices of each machine instead
     T_PL(j, g)  the least L found with the first j layers on the devices g, and the other layers as
                 one stage on all free devices
     F_s, B_s    forward and backward seconds of stage s for the share of a micro-batch that one of
@@ -12,12 +12,12 @@ Legend, in the paper's symbols where it has them:
     AR_s        seconds of the all-reduce of stage s's gradients over its devices
 
 Each plan for (j, g) is extended by one more stage, which ends at layer j' and takes m' more
-devices, g'. Three policies (`dapple_policies.py`) each propose which m' devices. If the extended
+devices, g'. Each of three policies (`dapple_policies.py`) proposes m' devices. If the extended
 plan's L is less than T_PL(j', g + g'), the plan replaces the one for (j', g + g') (equation 5).
 Only one plan is kept for each (j, g), so the least L of all plans is not always found.
 
 L is at least M (F_s + B_s) for every stage, because a stage works on each of the M micro-batches.
-So extensions are left out if this bound is not below the best plan's L.
+So an extension is skipped if this bound is not below the best plan's L.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from jvpipe.planners.model.spans import Grid
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
 POLICIES = fresh_first, append_first, scatter_first
-"""Each proposes the devices of a new stage."""
+"""Each policy proposes the devices of a new stage."""
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
@@ -73,7 +73,8 @@ class _Search:
     """The dynamic program: T_PL(j, g) for all j and all g that occur, the smallest g first.
 
     Attributes:
-        known: the plans for each g, by the devices that g leaves free.
+        known: the plans for each g; the key is the number of devices of each machine that g leaves
+            free.
         best: the best plan so far that keeps the limits, as its shape and bounds.
         best_s: L of that plan, counted with its real number of micro-batches in flight.
         left_s: for each cut, a lower bound on the sum of all devices' seconds for the layers
@@ -128,10 +129,10 @@ class _Search:
             for free in [free for free in self.known if sum(free) == left]:
                 for m in fed:
                     self._extend_by(free, m)
-        # T_PL assumes as few micro-batches in flight as a step of two or more can have. `judge`
-        # counts the real number, with which more layers may have to run again. So the L that
-        # `judge` finds is not less than T_PL. Plans are judged in order of rising T_PL, until T_PL
-        # reaches the best plan's L.
+        # T_PL assumes the fewest micro-batches in flight that a step of at least two micro-batches
+        # can have. `judge` counts the real number, and more layers may then have to be recomputed.
+        # So the L that `judge` finds is not less than T_PL. Plans are judged in order of rising
+        # T_PL, until T_PL reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
             of_j = enumerate(plans.latency_s.tolist())
@@ -177,7 +178,8 @@ class _Search:
         ends = np.arange(len(self.cuts))
         better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
         for end in better:
-            # The plan for (j, g) is replaced if this one has a smaller L.
+            # The extended plan has a smaller L, so it replaces the plan with these devices and this
+            # end.
             row = int(best_rows[end])
             j = int(rows[row])
             plans.latency_s[end] = every_s[row, end]
@@ -197,10 +199,10 @@ class _Search:
         replicas: int,
         left: int,
     ) -> np.ndarray:
-        """Returns a grid that tells which stages may follow the plans and lead to a new best plan.
+        """Returns a boolean grid: which stages may follow the plans and lead to a new best plan.
 
-        A row of the grid is where the stage begins, which is the j of the plan before it; a column
-        is where the stage ends.
+        The row of an entry is the cut at which the stage begins, which is the j of the plan before
+        it. The column is the cut at which the stage ends.
 
         Args:
             before: the plans.
@@ -263,7 +265,7 @@ class _Search:
             self.best_s = real_s
 
     def places(self, free: Free, taken: Free) -> Places:
-        """Returns the numbers of the devices that are taken; a machine's are taken in order.
+        """Returns the numbers of the devices that are taken, in ascending order on each machine.
 
         Args:
             free: the number of free devices of each machine.
@@ -279,9 +281,9 @@ class _Search:
     def _work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
         """Returns F and B of each segment on some replicas, and whether the segment is possible.
 
-        It is assumed that the last stage has one micro-batch in flight, and any other stage two. If
-        a segment does not fit with everything kept, all its forwards are counted as run again.
-        `judge` finds out whether a plan fits with the real numbers in flight.
+        This assumes one micro-batch in flight on the last stage, and two on any other stage. If a
+        segment does not fit with everything kept, all its forwards count twice, because they are
+        recomputed. `judge` checks whether a plan fits with the real numbers in flight.
         """
         segments = self.segments
         share = segments.share(self.size, replicas)
@@ -341,7 +343,7 @@ def halved(
     sizes: Float[np.ndarray, "..."],
     rate: Float[np.ndarray, "2 ..."],
 ) -> Phases:
-    """Returns a transfer as phases of a stage: half of the bytes go forth and half come back.
+    """Returns a transfer as phases of a stage: half of the bytes go forward and half go backward.
 
     Args:
         sizes: the bytes of both directions together.

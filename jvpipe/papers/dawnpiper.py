@@ -8,14 +8,14 @@ Legend, in the paper's symbols; a bound is a cut between two groups of consecuti
     phi         the number of bounds from cb to mb
     S           the number of stages
 
-    layers   p . . . . . cb . . . . mb . . . . . . . q     a dot is a layer; the bound between the
-             [ first group of stages ][ second group ]     groups is tried from cb to mb; then
-                                                           each group is divided in the same way
+    layers   p . . . . . cb . . . . mb . . . . . . . q     a dot is a layer; the bounds from cb to
+             [ first group of stages ][ second group ]     mb are tried; then each group is divided
+                                                           in the same way
 
 By theorem 4.1 the best bound of two stages lies between cb and mb, under three conditions: seconds
 and bytes grow with the number of layers, a transfer takes less than a stage, and the bytes that can
 be saved are spread evenly over the model. The paper's recursion takes phi^log2(S) steps. Here the
-plan for each segment and group of stages is stored, so that it is made only once.
+plan for each segment and group of stages is cached, so that it is made only once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -53,7 +53,7 @@ def dawnpiper(problem: Problem) -> Decision:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """A plan of consecutive stages: the slowest one's seconds, and the layers at which they end."""
+    """A plan of consecutive stages: the slowest one's seconds, and the layer at which each ends."""
 
     seconds: float
     ends: tuple[int, ...]
@@ -67,7 +67,7 @@ class Halving(NamedTuple):
 
     Attributes:
         p: the bound at which the segment begins.
-        q: the bound at which it ends.
+        q: the bound at which the segment ends.
         first: the first stage.
         middle: the first stage of the second group.
         last: one more than the last stage.
@@ -147,15 +147,16 @@ class BinaryPartition:
         return max(before_s / of.left, behind_s / of.right)
 
     def memory_balanced(self, of: Halving) -> int:
-        """Finds mb: the bound before stage `middle` if all stages fill to the same level of bytes.
+        """Finds mb: the bound before stage `middle` if all stages are filled with the same bytes.
 
         This is algorithm 2, for any number of micro-batches in flight and of versions. A bisection
-        finds the smallest level at which the stages hold all layers from p to q.
+        finds about the smallest level (bytes per stage) at which the stages hold all layers from p
+        to q.
         """
         stages = range(of.first, of.last)
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level; returns the bound before `middle`, and that at the end."""
+            """Fills stages to a level; returns the bounds before `middle` and after all stages."""
             at = bound = of.p
             for s in stages:
                 bound = at if s == of.middle else bound
@@ -165,8 +166,8 @@ class BinaryPartition:
                 at = max(at, end)
             return bound, at
 
-        # At the level `below` the stages do not hold all layers, at `enough` they do. The first
-        # `enough` lets any single stage hold all of them.
+        # At the level `below`, the stages do not hold all layers; at the level `enough`, they do.
+        # The first `enough` lets any single stage hold all layers.
         below = 0.0
         needs = [self.need[s] for s in stages]
         enough = max(need[of.q] - need[of.p] for need in needs)
@@ -182,7 +183,7 @@ class BinaryPartition:
         return of.clip(bound)
 
     def between(self, of: Halving) -> Sequence[int]:
-        """Lists the bounds to try by theorem 4.1: at most `PAPER.bounds`, from cb to mb."""
+        """Lists the bounds to try (theorem 4.1): at most `PAPER.bounds` of those from cb to mb."""
         cb = self.compute_balanced(of)
         mb = self.memory_balanced(of)
         step = 1 if cb <= mb else -1
@@ -225,7 +226,7 @@ class BinaryPartition:
         of = Halving(p, q, first, middle, last)
         best = None
         for b in self.between(of):
-            # No plan with this bound has a slowest stage below `floor_s`.
+            # With this bound, the slowest stage of any plan takes at least `floor_s`.
             if best and self.floor_s(of, b) >= best.seconds:
                 # `floor_s` grows with the distance from cb, so later bounds cannot win either. The
                 # paper's algorithm 1 stops at the first plan that saves no memory, and so may miss
@@ -248,7 +249,8 @@ class BinaryPartition:
 def try_dawnpiper(problem: Problem) -> Decision | None:
     """Plans under the problem's own limit; None if nothing fits."""
     segments = Segments(problem)
-    # First mb balances the bytes with everything kept, and then the least bytes.
+    # In the first search, mb balances the bytes with everything kept; in the second, the least
+    # bytes that fates allow.
     for least in (False, True):
         search = BinaryPartition(segments, least)
         plan = search.best(0, len(search.bounds) - 1, 0, problem.stages)

@@ -1,7 +1,7 @@
 """The seconds and bytes of segments with every residual kept, for planners that choose no fates.
 
-A grid has a row for each cut at which a segment may begin and a column for each cut at which it may
-end, like the grids of `KeepAll`. An entry is infinite if the segment would have no layer.
+Like a grid of `KeepAll`, a grid has a row for each cut at which a segment may begin, and a column
+for each cut at which it may end. An entry is infinite if the segment would have no layer.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jvpipe.planners.model.spans import Grid
 
 
 class KeptStages(KeepAll):
-    """The numbers of `stage_cost` for all segments, if each layer has its `options[0]`."""
+    """The numbers that `stage_cost` gives for each segment if each layer has its `options[0]`."""
 
     def forward_s(self, s: int) -> Grid:
         """Returns the seconds of stage s's forward."""
@@ -45,7 +45,7 @@ class KeptStages(KeepAll):
     def seconds(self, s: int) -> Grid:
         """Returns the seconds per micro-batch of stage s's work, or of its host link if longer.
 
-        That link is busy only if transfers between stages go through it.
+        The host link is busy only if transfers between stages go through it.
         """
         return np.maximum(self.compute_s(s), self._block.traffic_s)
 
@@ -55,7 +55,7 @@ class KeptStages(KeepAll):
         return self._inside(self._block.comm_s)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """Returns a grid with infinite entries where stage s would be over the limit.
+        """Returns a grid whose entries are infinite where stage s would be over the limit.
 
         Args:
             s: the number of the stage.
@@ -71,5 +71,5 @@ class KeptStages(KeepAll):
         )
 
     def decision(self, places: Sequence[int]) -> Decision:
-        """Returns the decision with some of the cuts, given by their rows in the grids."""
+        """Returns the decision that keeps everything and cuts at these rows of the grids."""
         return Decision.keeping_all([int(self.cuts[place]) for place in places])

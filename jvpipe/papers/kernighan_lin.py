@@ -23,7 +23,7 @@ from jvpipe.planners.model.segments import Segments
 def initial_bounds(segments: Segments) -> tuple[int, ...]:
     """Returns bounds of the stages that cut few bytes and balance seconds.
 
-    The first bound is 0, the last the number of layers.
+    The first bound is 0, and the last is the number of layers.
     """
     problem = segments.problem
     total = segments.compute_s
@@ -54,7 +54,8 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         def distance(b: int) -> float:
             return abs(total[b] - share)
 
-        # Each side needs as many fine vertices as it has stages.
+        # Each side needs at least as many fine vertices (layers between fine bounds) as it has
+        # stages.
         inside = [b for b in fine if lo <= b <= hi]
         right = stages - left
         possible = inside[left : len(inside) - right]
@@ -64,7 +65,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         nearest = min(map(distance, middles))
         tolerance = max(nearest, PAPER.imbalance * mean_s)
         balanced = [b for b in middles if distance(b) <= tolerance]
-        # The bound that cuts the fewest bytes wins; of several, the one with the best balance.
+        # The bound that cuts the fewest bytes wins. Among equal bounds, the best balanced one wins.
         middle = min(balanced, key=lambda b: (crossing[b], distance(b)))
         return bisect(lo, middle, left) + bisect(middle, hi, right)
 
@@ -99,7 +100,8 @@ def coarse_bounds(
         heaviest_s: the most seconds of a vertex. Layers between two neighboring fine bounds are
             never divided, even if they take more.
     """
-    # Entry i: how many edges begin to pass by at layer i, minus how many have ended there.
+    # Entry i is the number of edges that begin to pass by at layer i, minus the number of edges
+    # that end there.
     passed_by = [0] * (len(problem.costs.layers) + 1)
     for edge in problem.costs.edges:
         first = edge.producer + 1
@@ -126,8 +128,8 @@ def refine(
 ) -> tuple[int, ...]:
     """Moves each bound, between its coarse neighbors, to where it cuts the fewest bytes.
 
-    The slower of the two stages beside a bound may take longer than at the best balance, at most by
-    the factor 1 + `PAPER.imbalance`.
+    The slower of the two stages beside a bound may take up to 1 + `PAPER.imbalance` times as long
+    as at the best balance.
 
     Args:
         bounds: the bounds of the stages, which are changed.
@@ -138,7 +140,7 @@ def refine(
     """
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]
-        # A bound stays between its coarse neighbors, and never passes the bounds beside it.
+        # A bound stays between its coarse neighbors, and never reaches the bounds of other stages.
         before = [c for c in coarse if lo < c < b]
         behind = [c for c in coarse if b < c < hi]
         first = max(before, default=lo + 1)

@@ -1,16 +1,16 @@
-"""AdaPipe's knapsack: finds the recomputation of least seconds, for every stage and segment.
+"""AdaPipe's knapsack, which finds the fastest recomputation for every stage and segment.
 
-Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
+Paper: Sun et al., ASPLOS 2024, the first of the paper's two dynamic programs.
 
 Legend:
     k           the number of micro-batches in flight on a stage
     item        a way to treat a layer's residuals, without swaps; each layer gets one item
-    weight      the bytes of an item beyond those of the layer's smallest item; counted in quanta
-                and rounded up, so that the limit holds
-    quantum     the unit of bytes: a multiple of the greatest common divisor of all weights, and the
-                least one with which `PAPER.quanta` quanta cover all bytes that a stage may use
-    cap         a bound on the bytes that one layer's backward needs while it runs (working bytes);
-                the knapsack of a cap leaves out items that need more, and several caps are tried
+    weight      an item's bytes beyond those of the layer's smallest item, counted in quanta and
+                rounded up, so that the limit is kept
+    quantum     the unit of bytes: the least multiple of the greatest common divisor of all weights
+                in bytes with which `PAPER.quanta` quanta cover all bytes that a stage may use
+    cap         a bound on working bytes, which one layer's backward needs while it runs; several
+                caps are tried, each in a knapsack that leaves out the items that need more
 
     table[j, q]     the least extra seconds of layers [i, j) with q quanta; i goes from the last
                     layer to 0, and each step adds layer i to all rows j > i
@@ -20,8 +20,9 @@ n layers may leave n quanta unused. So cuts are compared with `PAPER.quanta`, an
 the best cuts choose again with `PAPER.fine_quanta`, which makes a quantum smaller. A stage that can
 keep everything needs no knapsack.
 
-A stage counts the bytes that its layers hold, plus the largest working bytes of a layer. This is
-never less than `stage_cost.py` counts, which subtracts what later layers' backwards have freed.
+A stage counts the bytes that its layers hold, plus the largest working bytes of a layer. The count
+is never below that of `stage_cost.py`, which subtracts the bytes that later layers' backwards have
+freed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 @dataclass(frozen=True)
 class Item:
-    """A choice for a layer's residuals: bytes per micro-batch, extra seconds, working bytes."""
+    """A choice for a layer's residuals, with its bytes per micro-batch and its extra seconds."""
 
     choice: int
     bytes: int
@@ -52,7 +53,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's items; an item that is in no respect better than another is left out."""
+    """Lists each layer's items, without those that are in no respect better than another item."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         choices = *range(len(layer.options)), RECOMPUTE
@@ -61,8 +62,8 @@ def items(segments: Segments) -> list[list[Item]]:
             if not x.swapped:
                 all_of.append(Item(choice, x.kept, x.extra_s, x.working))
         all_of.sort(key=lambda x: (x.bytes, x.extra_s, x.working_bytes))
-        # Items come in order of bytes. One is dropped if an earlier one takes no more seconds and
-        # no more working bytes.
+        # Items come in ascending order of bytes. An item is dropped if an earlier item takes no
+        # more seconds and no more working bytes.
         kept: list[Item] = []
         for x in all_of:
             no_slower = [y for y in kept if y.extra_s <= x.extra_s]
@@ -73,10 +74,10 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists caps on the working bytes: all values that items have; some of them if there are many.
+    """Lists caps on working bytes: all values that items have, or a selection if there are many.
 
-    Every layer must have an item under each cap. So no cap is below the least working bytes
-    of any layer.
+    Each cap must leave an item to every layer. So no cap is below the least working bytes of any
+    layer.
     """
     of_layers = [[x.working_bytes for x in layer] for layer in layers]
     least = max(map(min, of_layers))
@@ -117,13 +118,15 @@ class Knapsack:
         pairs = zip(self.layers, smallest, strict=True)
         more = [[x.bytes - least for x in layer] for layer, least in pairs]
         divisor = reduce(gcd, chain.from_iterable(more)) or 1
-        # A micro-batch takes at most its share of the limit, and at most its largest items.
+        # A micro-batch takes at most its share of the limit, and at most the bytes of the largest
+        # items.
         of_microbatch = limit_bytes // k
         everything = sum(map(max, more))
         largest = min(of_microbatch, everything)
         self.in_flight = k
         self.q = q
-        # The least multiple of the divisor for which q quanta cover all bytes that may be used.
+        # The quantum is the least multiple of the divisor for which q quanta cover all usable
+        # bytes.
         multiple = -(-largest // (q * divisor))
         quantum_bytes = divisor * max(1, multiple)
         self.quantum_bytes = quantum_bytes
@@ -133,16 +136,16 @@ class Knapsack:
         self,
         ends: Sequence[int],
     ) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
-        """Yields i and table[j, q], for i from the last layer down to 0; the table is reused.
+        """Yields i and table[j, q], for i from the last layer down to 0; all tables are one array.
 
         Args:
-            ends: for each i the last j that is needed; rows of a larger j are not brought up to
-                date. This last j must not rise as i falls: a stale row would be read.
+            ends: for each i, the last j that is needed; rows of larger j are not updated. The last
+                j must not rise as i falls, because a stale row would then be read.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
         table[n] = 0
-        # Before layer i is added, row j of the table is for [i + 1, j); after that, for [i, j).
+        # Adding layer i turns row j of the table from that of [i + 1, j) into that of [i, j).
         for i in reversed(range(n)):
             rows = table[i + 1 : ends[i] + 1]
             by_item = self._with(i, rows)
@@ -158,7 +161,7 @@ class Knapsack:
             rest: the extra seconds of the other layers, by quanta along the last axis.
 
         Returns:
-            The extra seconds with the layer. The first axis is the layer's item, the last is
+            The extra seconds with the layer. The first axis is the layer's item, the last axis is
             quanta.
         """
         of_layer = self.layers[layer]
@@ -167,12 +170,12 @@ class Knapsack:
         for x, w, out in rows:
             if w <= self.q:
                 left = rest[..., : self.q + 1 - w]
-                # With q quanta the rest gets q - w of them.
+                # This layer takes w of q quanta, so the other layers have q - w.
                 np.add(left, x.extra_s, out=out[..., w:])
         return by_item
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
-        """Returns for each j the quanta that [i, j) may use of the free bytes.
+        """Returns for each j how many quanta [i, j) may use.
 
         The number is negative if [i, j) does not fit even with its smallest items.
 
@@ -210,8 +213,7 @@ class Knapsack:
         choices = []
         left = quanta
         for layer, option in zip(range(i, j), options, strict=True):
-            # The least seconds are the minimum of `option` over items. So the item with the
-            # smallest entry is the one that gives them.
+            # The item with the smallest entry gives the least seconds.
             best = int(option[:, left].argmin())
             choices.append(self.layers[layer][best].choice)
             left -= self.weights[layer][best]
@@ -244,7 +246,8 @@ class Recomputation:
         kept = [option_bytes(layer, layer.options[0]) for layer in layers]
         kept_bytes = accumulate(x.kept for x in kept)
         extra_s = accumulate(layer.options[0].extra_s for layer in layers)
-        # With everything kept: prefix sums over layers, and the working bytes of each layer.
+        # If everything is kept: prefix sums of bytes and of seconds, and each layer's working
+        # bytes.
         self._kept_bytes = np.array([0, *kept_bytes])
         self._working_bytes = np.array([x.working for x in kept])
         self._extra_s = np.array([0.0, *extra_s])
@@ -280,8 +283,8 @@ class Recomputation:
         kept = self._kept_bytes - self._kept_bytes[i]
         held_bytes = on_device_bytes(k, kept)
         taken = held_bytes + working
-        # An entry with j <= i stands for no segment. It counts as fitting, so that it does not call
-        # for a knapsack.
+        # An entry with j <= i is not a segment. It counts as fitting, so that no knapsack is made
+        # for it.
         is_empty = np.arange(len(taken)) <= i
         fits = (taken <= self._free_bytes(s, i)) | is_empty
         extra_s = self._extra_s - self._extra_s[i]
@@ -293,7 +296,7 @@ class Recomputation:
         return [Knapsack(self._items, cap, k, limit, q) for cap in self._caps]
 
     def _fill(self, knapsack: Knapsack, stages: Sequence[int]) -> None:
-        """Lowers `extra_s` of some stages where a knapsack finds fewer seconds."""
+        """Lowers the entries of `extra_s` for which a knapsack finds fewer seconds."""
         js = np.arange(len(knapsack.layers) + 1)
         for i, table in knapsack.tables(self._ends(knapsack, stages)):
             for s in stages:
@@ -307,8 +310,8 @@ class Recomputation:
         """Returns for each i the last j for which [i, j) may fit with its smallest items."""
         segments = self.segments
         limit = self.segments.problem.memory_limit_bytes or 0
-        # A segment takes the fewest bytes on the stage with the fewest versions. A segment
-        # that takes more than the limit on that stage fits on none.
+        # A segment takes the fewest bytes on the stage with the fewest versions of parameters. If
+        # it is over the limit there, it fits on no stage.
         versions = min(segments.versions[s] for s in stages)
         fixed = versions * segments.parameter_bytes + segments.state_bytes
         held_bytes = on_device_bytes(knapsack.in_flight, knapsack.base_bytes)

@@ -1,7 +1,7 @@
 """Errors of planners that find no plan; each names a limit under which the planner finds one.
 
 A heuristic planner may fail under a limit that some plan would keep. It may also find a plan under
-one limit and none under a slightly larger limit. So an error names only a limit under which the
+one limit and none under a slightly larger limit. So an error names only a limit with which the
 planner was run and found a plan.
 """
 
@@ -32,8 +32,8 @@ def plan_or_raise(
         attempt: returns the planner's decision, or None if no plan that it considers fits.
 
     Raises:
-        Infeasible: the planner finds no plan; the message names a limit, found by bisection from
-            above, under which it does.
+        Infeasible: the planner finds no plan; the message names a limit under which it finds one. A
+            bisection has lowered that limit.
     """
     decision = attempt(problem)
     if decision is not None:
@@ -44,8 +44,8 @@ def plan_or_raise(
     assert decision is not None, "without a limit everything may be kept"
     # The planner has failed at the limit, even if this decision would keep it.
     below, enough = limit, max(limit + 1, evaluate_decision(problem, decision).limit_bytes)
-    # A planner may count more bytes than a plan needs, and then find that its own plan does not fit
-    # into the bytes that the plan needs. So the limit grows until the planner succeeds.
+    # A planner may count more bytes than its plan needs. Under a limit of just the needed bytes, it
+    # would then reject its own plan. So the limit grows until the planner succeeds.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
         enough += max(1, enough // PAPER.growth_parts)
     decision = nearer
@@ -60,14 +60,14 @@ def plan_or_raise(
     stages = evaluate_decision(problem, decision).stages
     peaks = []
     for s, cost in enumerate(stages):
-        # A device with less memory than the others is fuller with the same bytes.
+        # On a device with less memory than the others, the missing memory counts as used.
         peaks.append(cost.peak_bytes + problem.less_bytes(s))
     stage = peaks.index(max(peaks))
     excess = enough - limit
     raise Infeasible(
-        f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it "
-        f"was seen to find one is {enough} bytes, {excess} more than this limit, "
-        f"and stage {stage} is the fullest; "
+        f"{planner} finds no plan under {limit} bytes per device: the smallest tried limit at "
+        f"which it finds one is {enough} bytes, {excess} more than this limit, "
+        f"and stage {stage} is then the fullest; "
         f"raise the limit, add stages, or use smaller micro-batches",
         stage=stage,
         excess_bytes=excess,
@@ -101,10 +101,11 @@ def no_cuts_fit(planner: str, kept: KeptStages) -> Infeasible:
     stage = int(np.argmax(peaks))
     smallest = int(peaks[stage])
     return Infeasible(
-        f"{planner} keeps every activation, and then nothing fits into {limit} bytes per device: "
+        f"{planner} keeps every activation, and so none of its plans fits into {limit} bytes per "
+        "device: "
         f"stage {stage} of the smallest plan takes {smallest - limit} bytes more. "
-        f"The smallest limit that would do is {smallest} bytes; "
-        f"or use smaller micro-batches, or a planner that swaps and recomputes",
+        f"The smallest limit that would do is {smallest} bytes. "
+        f"Raise the limit, use smaller micro-batches, or a planner that swaps and recomputes",
         stage=stage,
         excess_bytes=smallest - limit,
         smallest_limit_bytes=smallest,

@@ -4,8 +4,8 @@ Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Tr
 section 3.1. `replication.py` has the paper's plans with replicated stages.
 
 A dynamic program over the cuts finds the plan whose slowest stage or transfer is fastest. The
-program is exact: the slowest time of several stages is the larger of the last stage's time and the
-slowest time of all earlier stages. So of all plans for the earlier stages, only the best is needed.
+program is exact: the longest time of several stages is the larger of the last stage's time and the
+longest time of all earlier stages. So of all plans for the earlier stages, only the best is needed.
 """
 
 import numpy as np
@@ -19,10 +19,9 @@ from jvpipe.planners.model.problem import Decision, Problem
 def pipedream(problem: Problem) -> Decision:
     """Plans as PipeDream does; every residual is kept.
 
-    Under the limit, the slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is as
-    fast as possible. Bytes are counted for the problem's own schedule. Under the schedule
-    `pipedream`, stage s of S holds S - s versions of its parameters and S - s sets of activations,
-    as in the paper.
+    The slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is as fast as the limit
+    allows. Bytes are counted for the problem's own schedule. Under the schedule `pipedream`, stage
+    s of S holds S - s versions of its parameters and S - s sets of activations, as in the paper.
 
     Raises:
         Infeasible: nothing fits.
@@ -40,7 +39,7 @@ def pipedream(problem: Problem) -> Decision:
     kept = KeptStages(problem)
     costs = []
     for s in range(problem.stages):
-        # A stage's copies run beside its work, so the slower of the two counts.
+        # A stage's transfers overlap with its work, so the slower of the two counts.
         slowest = np.maximum(kept.seconds(s), kept.comm_s)
         costs.append(kept.where_it_fits(s, slowest))
     _, places = least_path(costs, np.maximum)

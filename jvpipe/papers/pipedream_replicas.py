@@ -1,4 +1,4 @@
-"""PipeDream's planner of replicated stages on a cluster, for one size of micro-batches.
+"""PipeDream's planner of replicated stages on a cluster, for a given micro-batch size.
 
 The dynamic program itself is in `replication.py`. The paper does not say how to choose the size of
 a micro-batch, so callers try several sizes and simulate the plans.
@@ -15,23 +15,23 @@ from jvpipe.planners.model.spans import Cuts
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds PipeDream's plan over machines and their devices, with few cuts; None if none fits.
+    """Finds PipeDream's plan over machines and their devices, with few cuts; None if no plan fits.
 
     Args:
         segments: the costs of the model's segments.
         size: the examples of a micro-batch.
 
     Raises:
-        ValueError: the devices do not fill the machines, or there are more devices than pieces into
-            which the model can be cut.
+        ValueError: the devices do not fill whole machines, or there are more devices than pieces
+            into which the model can be cut.
     """
     shapes = segments.shapes
     cuts = enough(segments)
     pieces = len(cuts) - 1
     if shapes.devices > pieces:
         raise ValueError(
-            f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, "
-            f"and the model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
+            f"{shapes.devices} devices: pipedream needs a piece of the model for each device, and "
+            f"the model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
         )
     found = replicated(one_each(shapes, size, shapes.devices, cuts))
     if found is None:
@@ -70,7 +70,7 @@ def one_each(
     stages: int,
     cuts: Cuts,
 ) -> Problem:
-    """Returns the problem in which each stage has one device.
+    """Returns the problem with as many stages as devices, one device each.
 
     Args:
         shapes: the model, its costs and the cluster.

@@ -1,7 +1,7 @@
-"""All planners in the order in which they are listed: those of the papers, then jvpipe's own.
+"""All planners in the order in which they are listed: the papers' planners, then jvpipe's own.
 
-A paper's planner assumes one stage on each device; `on_devices` extends it to several stages on
-each.
+A paper's planner assumes one stage per device; `on_devices` extends it to several stages per
+device.
 """
 
 from dataclasses import replace
@@ -42,39 +42,40 @@ PAPERS: tuple[Planner, ...] = (
     Planner(
         "gpipe",
         gpipe_cuts,
-        "the stages' seconds vary as little as they can; everything is computed again from the "
+        "the stages' seconds vary as little as possible; everything is recomputed from the "
         "stage's input",
         FateRule.RECOMPUTES,
     ),
     Planner(
         "pipedream",
         pipedream,
-        "the slowest stage is as fast as it can be with everything kept",
+        "the slowest stage is as fast as possible with everything kept",
         shape_rule=pipedream_replicas,
     ),
     Planner(
         "dapple",
         dapple,
-        "warm-up, steady phase and ending around the pivot stage take the least with everything "
-        "kept",
+        "warm-up, steady phase and ending around the pivot stage take the least time with "
+        "everything kept",
         shape_rule=dapple_replicas,
     ),
     Planner(
         "vpipe",
         vpipe,
-        "swaps, then recomputations, then moves of layers, until nothing improves",
+        "swaps, then recomputations, then moves of layers between stages, until nothing improves",
         FateRule.CHOOSES,
     ),
     Planner(
         "dawnpiper",
         dawnpiper,
-        "bisected between the compute-balanced and the memory-balanced cut",
+        "the model is halved again and again, between the compute-balanced and the "
+        "memory-balanced cut",
         FateRule.CHOOSES,
     ),
     Planner(
         "adapipe",
         adapipe,
-        "cuts and recomputations by dynamic programming",
+        "dynamic programming finds cuts and recomputations",
         FateRule.CHOOSES,
     ),
 )
@@ -85,7 +86,7 @@ PLANNERS: tuple[Planner, ...] = (
     Planner(
         "jvpipe",
         under_rule,
-        "cuts and fates that take the least seconds per step within the limit",
+        "cuts and fates make a step as fast as possible within the limit",
         FateRule.CHOOSES,
         as_paper=False,
     ),

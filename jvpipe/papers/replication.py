@@ -25,9 +25,9 @@ Legend, in the paper's symbols (a stage has the layers [i, j) here):
 
 A^0 is the seconds of a stage's forward and backward on one device. For each micro-batch in flight,
 the device holds a version of its parameters, and activations. The number in flight is 1 + `behind`,
-rounded up: S - s on stage s of S, if no stage is replicated. A pipeline over the first m parts of a
-level leaves all other parts to later stages. So `behind` is known when a stage is planned, and the
-memory constraint is exact.
+rounded up. Without replication, it is S - s on stage s of S. A pipeline over the first m parts of a
+level leaves all other parts to later stages. So the program knows `behind` when it plans a stage,
+and the memory constraint is exact.
 """
 
 import math
@@ -55,7 +55,7 @@ class Replicated(NamedTuple):
 
 
 def replicated(problem: Problem) -> Replicated | None:
-    """Finds the best pipeline over `problem.stages` devices in machines of `problem.cluster`.
+    """Finds the best pipeline over `problem.stages` devices on machines of `problem.cluster`.
 
     Without a cluster all devices count as one machine. Memory is counted for the paper's schedule,
     even if the problem has another one.
@@ -67,7 +67,7 @@ def replicated(problem: Problem) -> Replicated | None:
         The pipeline; None if every pipeline is over the limit.
 
     Raises:
-        ValueError: the devices do not fill the cluster's machines.
+        ValueError: the devices do not fill whole machines of the cluster.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -111,8 +111,8 @@ class _Pipelines(NamedTuple):
 
     Attributes:
         cost: A^k(., ., m).
-        begins: c, the cut at which the last stage begins, as an index.
-        parts: m', the number of parts that the last stage is on.
+        begins: c, the index of the cut at which the last stage begins.
+        parts: m', the number of parts on which the last stage runs.
     """
 
     cost: Grid
@@ -137,8 +137,8 @@ class _Program:
         """
         if k:
             return self.pipelines(k, behind)[-1].cost
-        # Stage s of a pipeline without replicas has as many micro-batches in flight as the stage
-        # that is planned: ceil(1 + behind).
+        # The planned stage has ceil(1 + behind) micro-batches in flight. Stage s of a pipeline
+        # without replicas has equally many, so its bytes are counted.
         s = self.kept.problem.stages - math.ceil(1 + behind)
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
@@ -163,8 +163,8 @@ class _Program:
             # Either one stage is on all m parts, or a pipeline is on the first m - last parts and
             # a stage on the others.
             cost = self._stage_cost(k, behind, m, m)[:rows]
-            # `stages` traces the stages back from these two: where the last stage begins, and how
-            # many parts it is on.
+            # Where the last stage begins, and on how many parts it runs. `stages` traces all stages
+            # back from these arrays.
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
@@ -185,13 +185,13 @@ class _Program:
         m: int,
         last: int,
     ) -> Grid:
-        """Returns T^k(., ., last) for a stage that is on the last `last` of the first m parts.
+        """Returns T^k(., ., last) for a stage on the last `last` of the first m parts.
 
         Args:
             k: the level.
-            behind: see the legend; here it is that of all of the level's parts.
+            behind: see the legend; here it is the value for all parts of the level together.
             m: the number of parts of the pipeline.
-            last: how many of them the stage is on.
+            last: on how many of these parts the stage runs.
         """
         inside = self.cost(k - 1, self._behind(k, behind, m, last))
         reduce_s = (last - 1) * self.levels[k - 1].ring_s
@@ -204,7 +204,7 @@ class _Program:
         m: int,
         last: int,
     ) -> Fraction:
-        """Returns `behind` for a stage that is on the last `last` of the first m parts."""
+        """Returns `behind` for a stage on the last `last` of the first m parts."""
         level = self.levels[k - 1]
         return (behind + (level.parts - m) * level.devices) / last
 
@@ -216,17 +216,17 @@ class _Program:
         b: int,
         replicas: int,
     ) -> list[tuple[int, int]]:
-        """Traces back the stages that make A^k(a, b, m_k), from the last to the first.
+        """Traces back the stages of the pipeline of A^k(a, b, m_k), from the last to the first.
 
         Args:
             k: the level.
             behind: see the legend.
             a: the index of the cut at which the first stage begins.
             b: the index of the cut at which the last stage ends.
-            replicas: how many copies of these stages run on the parts of the levels above.
+            replicas: how many copies of these stages run, because of the levels above.
 
         Returns:
-            The stages in order, each as the index of the cut at its end and its devices.
+            The stages in order, each as the index of the cut at its end and its number of devices.
         """
         if k == 0:
             return [(b, replicas)]
@@ -252,13 +252,13 @@ def _levels(kept: KeptStages) -> list[_Level]:
     if cluster is None:
         return [_level(kept, devices, 1, problem.peer)]
     local = min(devices, cluster.devices_per_machine)
-    # Replicas are planned only for machines that are used wholly and have equally many devices.
+    # Replicas are planned only on whole machines that all have equally many devices.
     machines, more = divmod(devices, local)
     if more or machines > cluster.machines:
         raise ValueError(
             f"{devices} devices: cluster {cluster.name} has {cluster.machines} machines of "
-            f"{cluster.devices_per_machine}, replicas are planned for some of these machines, "
-            "wholly used"
+            f"{cluster.devices_per_machine}, and replicas are planned only on whole machines: use "
+            "all devices of one or several of these machines"
         )
     inside = _level(kept, local, 1, cluster.peer)
     if machines > 1:

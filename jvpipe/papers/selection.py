@@ -1,8 +1,8 @@
-"""One stage while its fates are chosen greedily, by changing one layer's choice at a time.
+"""One stage whose fates are chosen greedily, by changing one layer's choice at a time.
 
-A fate says whether a value is kept, swapped to the host or recomputed. Two planners use this file:
-vPipe's algorithm 2, and Capuchin's optimization as DawnPiper has it. The two planners differ in
-the changes that they consider and in the order in which they take changes (`Selection.spend`).
+A fate says whether a value is kept, swapped to the host or recomputed. Two algorithms use this
+file: vPipe's algorithm 2, and Capuchin's optimization in DawnPiper's form. They differ in the
+changes that they consider, and in the order in which they take changes (`Selection.spend`).
 
 Legend:
     k           the number of micro-batches in flight on the stage
@@ -32,7 +32,7 @@ from jvpipe.planners.model.stage_bytes import (
 def treatments(layer: LayerCost) -> list[LayerBytes]:
     """Returns the bytes and the extra seconds of a layer's choices.
 
-    The last choice is `RECOMPUTE`. It is -1, so every choice is an index into the list.
+    The last item is for `RECOMPUTE`, which is -1. So every choice is an index into the list.
     """
     every = [option_bytes(layer, option) for option in layer.options]
     return [*every, recomputed_bytes(layer)]
@@ -54,12 +54,12 @@ class FateChange(NamedTuple):
 
 
 class FateChanges:
-    """All layers' treatments and the changes between them, for k micro-batches in flight.
+    """The treatments of all layers and the changes between them, for k micro-batches in flight.
 
     Attributes:
-        layers: the treatments of each layer.
-        held_bytes: for each layer, the bytes that each of its treatments leaves on the device, for
-            all micro-batches in flight together.
+        layers: the treatments of each layer: the bytes and the extra seconds of its choices.
+        held_bytes: for each layer, the bytes that each treatment leaves on the device, for all
+            micro-batches in flight together.
         least_bytes: prefix sums of the fewest bytes that each layer can hold.
     """
 
@@ -73,7 +73,7 @@ class FateChanges:
         self.after = cache(self._after)
 
     def _after(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer's choice from this one to others that hold fewer bytes."""
+        """Lists the changes of a layer from this choice to choices that hold fewer bytes."""
         rows = self.layers[layer]
         held_bytes = self.held_bytes[layer]
         now = rows[choice]
@@ -96,7 +96,7 @@ class FateChanges:
         return changes
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer to choices that swap more than now, but recompute no more.
+        """Lists the changes of a layer to choices that swap more than now and recompute no more.
 
         Args:
             layer: the number of the layer.
@@ -106,9 +106,9 @@ class FateChanges:
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists one change: of all that swap no more than now, the one that saves most per second.
+        """Lists the change that saves most bytes per second, of those that swap no more than now.
 
-        If every change swaps more than now, the list is empty.
+        The list has one change; it is empty if every change swaps more than now.
 
         Args:
             layer: the number of the layer.
@@ -195,15 +195,14 @@ class Selection:
     def is_over(self) -> bool:
         """Whether the device or the host is over its limit."""
         device = self.problem.memory_limit_bytes
-        # If the held bytes alone are over the limit, as in most cases, no walk over the layers is
-        # needed.
+        # Most often the held bytes alone are over the limit, and no walk over the layers is needed.
         if device is not None and self.fixed_bytes + self.held_bytes > device:
             return True
         return self.excess_bytes > 0
 
     @property
     def may_fit(self) -> bool:
-        """Whether the limit leaves room for each layer's choice that holds the fewest bytes."""
+        """Whether the stage could fit if every layer had the choice that holds the fewest bytes."""
         limit = self.problem.memory_limit_bytes
         if limit is None:
             return True
@@ -212,7 +211,7 @@ class Selection:
         return self.fixed_bytes + least <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
-        """Returns the seconds of the link to the host per micro-batch, with more bytes swapped."""
+        """Returns the host link's seconds per micro-batch, with `more_bytes` more bytes swapped."""
         one_way_s = self.problem.host.seconds(self.swapped_bytes + more_bytes)
         return 2 * one_way_s + self.traffic_s
 
@@ -221,12 +220,12 @@ class Selection:
         """The stage's seconds per micro-batch.
 
         The device, its link to the host, and its links to other stages work at the same time. The
-        one that is busy for the longest counts.
+        busiest of them counts.
         """
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Tells whether a change fits the host and leaves its link no busier than the device."""
+        """Tells whether a change fits the host, and its link stays no busier than the device."""
         is_hidden = self.link_s(change.swapped_bytes) <= self.compute_s
         return is_hidden and self.host_has_room(change)
 
@@ -251,20 +250,20 @@ class Selection:
         score: Callable[[FateChange], float],
         allowed: Callable[[FateChange], bool],
     ) -> None:
-        """Takes changes, the best score first, until the stage fits or no allowed change is left.
+        """Takes changes, those with the best score first, until the stage fits or none is left.
 
-        This ends because each change that is taken makes the stage hold fewer bytes, and each
-        change that is refused is dropped.
+        The loop ends because each taken change makes the stage hold fewer bytes, and each refused
+        change is dropped.
 
         Args:
             changes: lists the changes of a layer from its present choice.
-            score: returns how good a change is. It is asked once, when the layer gets the choice
-                that the change starts from.
+            score: returns how good a change is. It is called once per change, when the layer gets
+                the choice from which the change starts.
             allowed: tells whether a change may be taken now.
         """
 
         def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
-            """Returns a layer's changes in the order of the heap, with its present choice."""
+            """Returns a layer's changes from its present choice, as entries of the heap."""
             choice = self.choices[layer - self.layers.start]
             found = []
             for x in changes(layer, choice):
@@ -278,7 +277,7 @@ class Selection:
         heapify(heap)
         while heap and self.is_over:
             _, _, choice, change = heappop(heap)
-            # If the layer has another choice by now, this change is stale.
+            # A change is stale if the layer's choice has changed since.
             is_fresh = self.choices[change.layer - self.layers.start] == choice
             if is_fresh and allowed(change):
                 self.take(change)

@@ -8,7 +8,7 @@ Legend, in the second paper's words:
     p       the index of the largest block
     q       the index of the smallest block
 
-Each digit is the cost of a layer:
+An example, in which each digit is the cost of a layer:
 
     1 1 1 1 | 1 1 | 1 1       sizes 4, 2, 2: p = 0, q = 1, so block 1 takes a layer from block 0
     1 1 1 | 1 1 1 | 1 1       sizes 3, 3, 2: no two differ by more than the costliest layer
@@ -58,11 +58,12 @@ def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Returns the layers per stage; no two blocks differ by more than the costliest layer.
+    """Returns the number of layers of each block; no two differ by more than the costliest layer.
 
     The search starts from a partition whose largest block is as small as possible. While the
-    largest and the smallest block differ by more than the costliest layer, the smallest takes a
-    layer from its neighbor on the side of the largest. No move makes the largest block larger.
+    largest and the smallest block differ by more than the costliest layer, the smallest block takes
+    a layer from its neighbor on the side of the largest block. No move makes the largest block
+    larger.
 
     Args:
         costs: the cost of each layer.
@@ -93,7 +94,7 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _smallest_largest(total: np.ndarray, stages: int) -> np.ndarray:
-    """Returns the bounds for which the largest block is smallest, given running costs."""
+    """Returns the bounds that make the largest block as small as possible, given running costs."""
     costs = total[None] - total[:, None]
     costs[np.tril_indices(len(total))] = np.inf
     _, bounds = least_path([costs] * stages, np.maximum)

@@ -5,14 +5,15 @@ Pipeline Parallel DNN Training", TPDS 2022, algorithms 1 to 3. Initial cuts: `ke
 
 Two steps alternate until nothing improves:
 
-    (a)  each stage by itself swaps the values that save most bytes, as long as the link to the host
-         has time left beside activation traffic; then it recomputes the values that save most bytes
-         per second
+    (a)  each stage on its own swaps the values that save most bytes, as long as the link to the
+         host has time left beside activation traffic; then it recomputes the values that save most
+         bytes per second (`swap_recompute`)
     (b)  the slowest stage gives up a layer, and a lighter stage gains one; each stage between the
          two passes a layer on
 
 The slowest stage is the one with the most seconds. But while any stage is over the limit of its
-device or its share of the host's, the stage that is furthest over counts as the slowest.
+device, or over its share of the host's limit, the stage with the largest excess counts as the
+slowest.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ def vpipe(problem: Problem) -> Decision:
     """Plans as vPipe does: it minimizes the slowest stage's seconds, whatever the schedule.
 
     Raises:
-        Infeasible: a stage still does not fit when the two steps improve nothing more.
+        Infeasible: some stage does not fit when the two steps no longer improve the plan.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -45,9 +46,9 @@ def vpipe(problem: Problem) -> Decision:
 def swap_recompute(stage: Selection) -> None:
     """Changes a stage's fates until the stage fits or no change is left (algorithm 2).
 
-    First come swaps that are hidden: on the link to the host, their copies and the activation
-    traffic together take no longer than the stage computes. Then come recomputations. Last come
-    changes whose swaps may not be hidden. All of this ends once the stage fits.
+    First it takes hidden swaps: on the link to the host, their copies and the activation traffic
+    together take no longer than the stage computes. Then it takes recomputations. Last it takes
+    changes whose swaps may not be hidden.
     """
     stage.spend(
         stage.changes.swaps,
@@ -107,7 +108,7 @@ def try_vpipe(problem: Problem) -> Decision | None:
 
 
 def _load(stage: Selection) -> tuple[int, float]:
-    """Returns the load by which stages are compared: bytes over the limit, then seconds."""
+    """Returns a stage's load, by which stages are compared: bytes over a limit, then seconds."""
     return stage.excess_bytes, stage.seconds
 
 
@@ -118,20 +119,20 @@ def _migrate(
 ) -> tuple[int, ...] | None:
     """Moves a layer out of the slowest stage, towards the nearest target that improves the plan.
 
-        bounds before    0   3   5   7        the slowest stage is 0, the target is stage 2: every
+        bounds before    0   3   5   7        the slowest stage is 0, the target is stage 2; every
         bounds after     0   2   4   7        bound between the two moves by one towards stage 0
 
-    The plan gets better if each stage from the slowest to the target then has a smaller load than
-    the slowest had before. So each move lowers the largest load, or leaves fewer stages with that
-    load. Therefore repeated moves come to an end.
+    A move improves the plan if each stage from the slowest to the target then has a smaller load
+    than the slowest stage had before. So each move lowers the largest load, or leaves fewer stages
+    with that load. Therefore repeated moves come to an end.
 
     Args:
         bounds: the bounds of the stages.
         allowed: the bounds at which the model may be cut.
-        stages_of: returns the stages between bounds, with their fates chosen.
+        stages_of: makes the stages between some bounds, and chooses their fates.
 
     Returns:
-        The new bounds; None if no move is better.
+        The new bounds; None if no move improves the plan.
     """
     now = [_load(stage) for stage in stages_of(bounds)]
     slowest = now.index(max(now))
@@ -140,14 +141,14 @@ def _migrate(
     def distance_and_load(s: int) -> tuple[int, tuple[int, float]]:
         return abs(s - slowest), now[s]
 
-    # The nearest stage is tried first; of two equally near stages, the lighter.
+    # The nearest stage is tried first; of two equally near stages, the one with the smaller load.
     for target in sorted(range(len(now)), key=distance_and_load):
         between = range(min(target, slowest), max(target, slowest) + 1)
         step = -1 if target > slowest else 1
         moved = list(bounds)
         for s in between[1:]:
-            # Every bound between the two stages moves to the allowed bound next to it, so that each
-            # stage between them gets a layer and passes a layer on.
+            # Every bound between the two stages moves to the next allowed bound, so that each stage
+            # between them gets a layer and passes a layer on.
             moved[s] = allowed[place[bounds[s]] + step]
         is_empty = any(a >= b for a, b in pairwise(moved))
         if target == slowest or is_empty:

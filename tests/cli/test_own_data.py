@@ -61,10 +61,10 @@ def test_batches_go_on_where_they_were(model: Any) -> None:
 
 def test_a_place_of_another_kind_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="keeps no place of its own, and the run was saved with one"
+        ValueError, match="has no position of its own, but the run was saved with one"
     ):
         data(Plain()).train.set_state({"place": {"next_index": 1}})
-    with pytest.raises(ValueError, match="keeps a place of its own, and the run was saved without"):
+    with pytest.raises(ValueError, match="has its own position, but the run was saved without it"):
         data(Full()).train.set_state({"batches": 1})
 
 
@@ -72,7 +72,7 @@ def test_batches_that_end_are_told_so() -> None:
     train = data(Ends()).train
     assert len([next(train), next(train)]) == 2
     with pytest.raises(
-        ValueError, match=r"batches\(seed=0, batch_size=4\) has come to its end: let it go on"
+        ValueError, match=r"batches\(seed=0, batch_size=4\) has no more batches: make it endless"
     ):
         next(train)
 
@@ -83,7 +83,7 @@ def test_what_are_no_batches() -> None:
             return found
 
     found: Any = 3
-    with pytest.raises(ValueError, match="should give an iterator of batches, not int"):
+    with pytest.raises(ValueError, match="should return an iterator of batches, not int"):
         data(Wrong())
     found = [np.zeros((8, 2))]
     with pytest.raises(

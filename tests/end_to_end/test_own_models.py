@@ -131,7 +131,7 @@ def test_processes_must_have_one_model(tmp_path: Path) -> None:
         (("--model", f"{OWN}:Plane"), "unknown name 'Plane': did you mean 'Plain'"),
         (
             ("--model", f"{OWN}:Ends", "--steps", "3", "--stages", "1"),
-            "has come to its end: let it go on",
+            "has no more batches: make it endless",
         ),
         (
             ("--model", f"{OWN}:full", "--microbatches", "3", "--batch-size", "9"),

@@ -56,7 +56,7 @@ def test_covering_holds_every_pair_in_full_architectures() -> None:
         (lambda: SearchSpace(("a",), ("x",), slots=2, fewest=1), "nothing to choose"),
         (
             lambda: SPACE.mutate(Architecture((None,)), np.random.default_rng(0)),
-            "of 1 slots is none of a space of 5",
+            "of 1 slots does not belong to a space of 5",
         ),
     ],
 )

@@ -81,12 +81,12 @@ def test_what_the_assistant_says_is_learned_with_its_end() -> None:
 @pytest.mark.parametrize(
     ("source", "talk", "told"),
     [
-        (CHATML, [{"role": "tool", "content": "1"}], "refuses it: unknown role tool"),
-        (CHATML, [{"role": "user", "content": ["a"]}], "should have a 'role' and a text"),
+        (CHATML, [{"role": "tool", "content": "1"}], "rejects the messages: unknown role tool"),
+        (CHATML, [{"role": "user", "content": ["a"]}], "must have a 'role' and a text"),
         ("{{ messages[0].content | upper }}", TALK[1:2], None),
         ("{{ messages[0].content }}", TALK[1:], "leaves out or changes what the assistant said"),
-        ("{% for m in messages %}", TALK, "the chat template is none: line 1: Unexpected end"),
-        ("{{ messages.append(1) }}", TALK, "refuses it: .*append.* unsafe"),
+        ("{% for m in messages %}", TALK, "the chat template is not valid: line 1: Unexpected end"),
+        ("{{ messages.append(1) }}", TALK, "rejects the messages: .*append.* unsafe"),
     ],
 )
 def test_templates_that_do_not_fit_are_refused(source: str, talk: Any, told: str | None) -> None:

@@ -82,5 +82,5 @@ def test_populations_and_losses_that_do_not_fit_are_refused() -> None:
         RegularizedEvolution(SPACE, 0, population=0)
     search = RegularizedEvolution(SPACE, 0, population=2)
     list(islice(search, 2))
-    with pytest.raises(ValueError, match="2 architectures were given and no loss was reported"):
+    with pytest.raises(ValueError, match="2 architectures were returned, but no loss was reported"):
         next(search)

@@ -50,7 +50,7 @@ def test_values_are_read_as_what_they_replace(given: dict[str, Any], name: str, 
         ({"blocks": "1.5"}, "blocks of mine is 2: give a whole number, not '1.5'"),
         ({"dropout": "much"}, r"dropout of mine is 0\.0: give a number"),
         ({"tied": "1"}, "tied of mine is True: give true or false"),
-        ({"sizes": "1"}, "which no text can replace"),
+        ({"sizes": "1"}, "which a text cannot replace"),
         ({"blocks": "0"}, "blocks=0 must be at least 1"),
     ],
 )

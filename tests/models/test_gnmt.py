@@ -76,6 +76,6 @@ def test_parameters_of_the_published_sizes(size: str, blocks: int, published: fl
 
 def test_one_layer_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="blocks=1: encoder and decoder have two layers each at least"
+        ValueError, match="blocks=1 is too small: encoder and decoder need two layers each"
     ):
         load("gnmt", "tiny", blocks=1)

@@ -62,22 +62,22 @@ def test_an_image_is_scaled_and_cropped_in_its_middle(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_used(folder: Path) -> None:
     with pytest.raises(
         ValueError,
-        match=r"has 2 folders \(green, red\), the model has 3 classes: give --set classes=2",
+        match=r"has 2 folders \(green, red\), but the model has 3 classes: give --set classes=2",
     ):
         class_folders(folder, 8, 3)
     with pytest.raises(
-        ValueError, match=r"has 0 folders \(\), .* each is to hold the images of one class"
+        ValueError, match=r"has 0 folders \(\), .* make a folder for the images of each class"
     ):
         class_folders(folder / "red", 8, 3)
     whole = (folder / "red" / "0.png").read_bytes()
     for content in (b"no image", whole[: len(whole) // 2]):
         (folder / "red" / "bad.png").write_bytes(content)
         with pytest.raises(
-            ValueError, match=r"cannot decode '.*/red/bad\.png' \(.*\): repair it, or take it away"
+            ValueError, match=r"cannot decode '.*/red/bad\.png' \(.*\): repair or remove the file"
         ):
             class_folders(folder, 8, 2)
     (folder / "blue").mkdir()
-    with pytest.raises(ValueError, match=r"blue' has no images \(\.jpg, "):
+    with pytest.raises(ValueError, match=r"blue' has no images: add some \(\.jpg, "):
         class_folders(folder, 8, 3)
 
 

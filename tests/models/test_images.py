@@ -36,9 +36,9 @@ def test_a_file_of_images(tmp_path: Path) -> None:
         ({"images": np.zeros((4, 8, 8, 3))}, "is not an .npz file of `images` and `labels`"),
         (
             {"images": np.zeros((4, 9, 8, 3)), "labels": np.zeros(4)},
-            r"\(4, 9, 8, 3\).* are not \[N, 8, 8, 3\]",
+            r"\(4, 9, 8, 3\).* should be \[N, 8, 8, 3\]",
         ),
-        ({"images": np.zeros((4, 8, 8, 3)), "labels": np.zeros(3)}, r"labels \(3,\) are not"),
+        ({"images": np.zeros((4, 8, 8, 3)), "labels": np.zeros(3)}, r"labels \(3,\) should be"),
         (
             {"images": np.zeros((4, 8, 8, 3)), "labels": np.arange(4)},
             "labels 0 to 3 are not among 2 classes",

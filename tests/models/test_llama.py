@@ -117,10 +117,10 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"heads": 3}, "width=256 is not an even number for each of heads=3"),
+        ({"heads": 3}, "width=256 divided by heads=3 is not an even number"),
         ({"groups": 3}, "heads=4 is not divisible by groups=3"),
         ({"hidden": 0}, "hidden=0 must be at least 1"),
-        ({"dropout": 0.1}, "dropout=0.1: a Llama has none"),
+        ({"dropout": 0.1}, "dropout=0.1: a Llama has no dropout"),
     ],
 )
 def test_what_load_refuses(arguments: dict, message: str) -> None:

@@ -58,7 +58,7 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
         mask_folders(folder / "images", 8)
     Image.new("L", (8, 9)).save(folder / "masks" / "3.gif")
     with pytest.raises(
-        ValueError, match=r"masks/3\.gif' has 8 x 9 pixels, '.*images/3\.png' 8 x 8"
+        ValueError, match=r"masks/3\.gif' has 8 x 9 pixels, but '.*images/3\.png' has 8 x 8"
     ):
         mask_folders(folder, 8)
     (folder / "masks" / "3.gif").write_bytes(b"GIF")
@@ -66,6 +66,6 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
         mask_folders(folder, 8)
     (folder / "masks" / "3.gif").unlink()
     with pytest.raises(
-        ValueError, match=r"images/3\.png' has no mask: '.*masks' has none called 3"
+        ValueError, match=r"images/3\.png' has no mask: '.*masks' needs an image called 3"
     ):
         mask_folders(folder, 8)

@@ -61,7 +61,7 @@ def test_files_without_texts_are_refused(
 def test_tables_without_texts_are_refused(tmp_path: Path) -> None:
     for columns, told in (
         ({"body": ["b"]}, "has no text in a field 'text', its fields are body"),
-        ({"text": [1]}, "has no text in a field 'text', its fields are text: there is int"),
+        ({"text": [1]}, "has no text in a field 'text', its fields are text: it holds int"),
     ):
         parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
         with pytest.raises(ValueError, match=told):

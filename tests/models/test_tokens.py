@@ -111,7 +111,7 @@ def test_tokenizers_of_others_are_known_by_their_special_tokens(
     other.save(str(tmp_path / "tokenizer.json"))
     found = open_tokenizer(tmp_path, DOCUMENTS, 300)
     if marks is None:
-        with pytest.raises(ValueError, match=r"knows none of \[SEP\], </s>"):
+        with pytest.raises(ValueError, match=r"has none of the tokens \[SEP\], </s>"):
             marks_of(found)
         return
     assert marks_of(found) == marks
@@ -134,8 +134,10 @@ def test_a_tokenizer_of_ours_has_our_own_marks(tokenizer: Tokenizer) -> None:
 def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_str())
-    with pytest.raises(ValueError, match=r"has \d+ tokens, the model 50: use the size"):
+    with pytest.raises(
+        ValueError, match=r"has \d+ tokens, but the model has 50: use the model size"
+    ):
         open_tokenizer(tmp_path, DOCUMENTS, 50)
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"is not a tokenizer .*: delete it"):
+    with pytest.raises(ValueError, match=r"is not a tokenizer .*: delete the file"):
         open_tokenizer(tmp_path, DOCUMENTS, 300)

@@ -96,7 +96,8 @@ def test_long_pairs_are_left_out(folder: Path, tmp_path: Path) -> None:
     assert len(pack_pairs([("layer", "Schicht"), ("layer " * 30, "Schicht")], tokenizer, 16)) == 1
     write(folder, "train", [("layer " * 30, "Schicht")] * 9 + [("stage " * 30, "Stufe")])
     with pytest.raises(
-        ValueError, match=r"texts' gives 0 pairs of at most 8 tokens to train on and 0 to hold out"
+        ValueError,
+        match=r"texts' gives 0 pairs of fewer than 8 tokens to train on and 0 to hold out",
     ):
         open_translation(
             folder, tmp_path / "run", 0, 4, languages="en-de", vocabulary=320, tokens=8
@@ -118,16 +119,20 @@ def test_what_cannot_be_read_is_told_and_nothing_is_written(folder: Path, tmp_pa
         assert "\n" not in str(problem.value)
 
     refused(
-        r"no two files such as train\.en and train\.fr in '.*texts': name a folder .* other than en-fr",
+        r"no two files such as train\.en and train\.fr in '.*texts': "
+        r"give a folder .* other than en-fr",
         "en-fr",
     )
     refused("languages='en' must be two", "en")
     with (folder / "train.de").open("a") as file:
         file.write("Schicht\n")
     refused(
-        r"train\.en' has 200 lines and '.*train\.de' 201: line 201 of 'train\.de' has none beside it in 'train\.en'"
+        r"train\.en' has 200 lines and '.*train\.de' 201: "
+        r"line 201 of 'train\.de' has no translation in 'train\.en'"
     )
     assert not (tmp_path / "run").exists()
     write(folder, "train", sentences(200))
     open_tokenizer(tmp_path / "run", [text for pair in sentences(200) for text in pair], 330)
-    refused(r"the tokenizer has \d+ tokens, the model 300: use the size", vocabulary=300)
+    refused(
+        r"the tokenizer has \d+ tokens, but the model has 300: use the model size", vocabulary=300
+    )

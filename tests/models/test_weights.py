@@ -121,62 +121,62 @@ def test_whether_logits_are_scaled_is_told_apart_from_whose_head_it_is(
         (
             "gpt2",
             {"rope_theta": 1e4},
-            "config.json has rope_theta 10000.0, which is not known here: .* take the key",
+            "config.json has rope_theta 10000.0, which jvpipe does not know: .* remove the key",
         ),
         (
             "t5",
             {"quantization_config": {"bits": 8}},
-            "has quantization_config {'bits': 8}, which is not known",
+            "has quantization_config {'bits': 8}, which jvpipe does not know",
         ),
         (
             "gpt2",
             {"scale_attn_by_inverse_layer_idx": True},
-            "idx True: of such models only False is known",
+            "idx True: only False is supported",
         ),
         (
             "gpt2",
             {"tie_word_embeddings": False},
-            r"lm_head.weight is missing there, \[300, 16\] here",
+            r"lm_head.weight is missing in the folder, but has \[300, 16\]",
         ),
-        ("llama", {"attention_bias": True}, "attention_bias True: of such models only False"),
-        ("qwen3", {"hidden_act": "relu"}, "hidden_act 'relu': of such models only 'silu' is known"),
+        ("llama", {"attention_bias": True}, "attention_bias True: only False"),
+        ("qwen3", {"hidden_act": "relu"}, "hidden_act 'relu': only 'silu' is supported"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type 'yarn': of such models only 'default', 'linear' or 'llama3' is known",
+            "rope_type 'yarn': only 'default', 'linear' or 'llama3' is supported",
         ),
         (
             "gemma",
             {"rope_parameters": {"rope_theta": 1e4, "beta_fast": 32}},
-            "config.json, of the rope, has beta_fast 32, which is not known here",
+            "config.json, in its RoPE settings, has beta_fast 32, which jvpipe does not know",
         ),
         (
             "gemma2",
             {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
-            r"layer_types .*: of 3 blocks each is to be full_attention or sliding_attention",
+            r"layer_types .*: it must list 3 blocks, each as full_attention or sliding_attention",
         ),
-        ("bert", {"is_decoder": True}, "is_decoder True: of such models only False is known"),
+        ("bert", {"is_decoder": True}, "is_decoder True: only False is supported"),
         (
             "bert",
             {"attention_probs_dropout_prob": 0.0},
-            "prob 0.0: of such models only 0.1 is known",
+            "prob 0.0: only 0.1 is supported",
         ),
         (
             "bert",
             {"pruned_heads": {"0": [1]}},
-            "pruned_heads {'0': .1.}: of such models only {} or None is known",
+            "pruned_heads {'0': .1.}: only {} or None is supported",
         ),
         (
             "t5",
             {"dense_act_fn": "gelu"},
-            "dense_act_fn 'gelu': of such models only 'relu' is known",
+            "dense_act_fn 'gelu': only 'relu' is supported",
         ),
         (
             "t5",
             {"feed_forward_proj": "gated-silu"},
-            "'gated-silu': of such models only 'relu' or 'gated-gelu'",
+            "'gated-silu': only 'relu' or 'gated-gelu'",
         ),
-        ("t5", {"d_kv": None}, "config.json does not tell 'd_kv'"),
+        ("t5", {"d_kv": None}, "config.json has no 'd_kv'"),
     ],
 )
 def test_a_setting_that_may_change_what_is_computed_is_refused(
@@ -322,7 +322,7 @@ def test_a_tensor_that_repeats_another_is_to_be_equal_to_it(
     given(name, file.parent)
     save_file(tensors | {tensor: tensors[source] + 1}, file)
     with pytest.raises(
-        ValueError, match=f"{tensor} differs there from .*, here both are one parameter"
+        ValueError, match=f"{tensor} and .* differ in the folder, but are one parameter"
     ):
         given(name, file.parent)
 
@@ -332,22 +332,25 @@ def test_a_head_that_repeats_the_embedding_is_tied(tmp_path: Path) -> None:
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["shared.weight"]}, file)
     assert given("t5", file.parent)[0].tied
-    with pytest.raises(ValueError, match=r"lm_head.weight differs there from shared.weight"):
+    with pytest.raises(ValueError, match=r"lm_head.weight and shared.weight differ in the folder"):
         given("t5_untied", WEIGHTS / "t5_untied", tied=True)
 
 
 @pytest.mark.parametrize(
     ("tensors", "told"),
     [
-        ({"h.0.attn.lora": np.ones(2, np.float32)}, r"h.0.attn.lora is \[2\] there, missing here"),
+        (
+            {"h.0.attn.lora": np.ones(2, np.float32)},
+            r"h.0.attn.lora has the shape \[2\] in the folder, but",
+        ),
         (
             {"h.0.attn.c_attn.bias_scale": np.ones(1, np.float32)},
-            r"bias_scale is \[1\] there, missing here",
+            r"bias_scale has the shape \[1\] in the folder, but is missing",
         ),
         ({"wte.weight": np.ones((300, 16), np.float32)}, "are two tensors for one parameter"),
         (
             {"transformer.ln_f.weight": np.ones(16, np.int8)},
-            "ln_f.weight is of I8: save the model in one of F64, F32",
+            "ln_f.weight has the type I8: save the model with one of the types F64, F32",
         ),
     ],
 )
@@ -396,20 +399,22 @@ def test_each_parameter_of_later_t5s_has_a_source(options: dict[str, bool]) -> N
         (
             "bert",
             {"width": 32},
-            r"embeddings.word_embeddings.weight is \[300, 16\] there, \[300, 32\] here",
+            r"embeddings.word_embeddings.weight has the shape \[300, 16\] in the folder, "
+            r"but has \[300, 32\]",
         ),
-        ("gpt2", {"blocks": 3}, r"h.2.ln_1.weight is missing there, \[16\] here"),
+        ("gpt2", {"blocks": 3}, r"h.2.ln_1.weight is missing in the folder, but has \[16\]"),
         (
             "t5",
             {"blocks": 1},
-            r"decoder.block.1.layer.0.SelfAttention.k.weight is \[12, 16\] there, missing here",
+            r"decoder.block.1.layer.0.SelfAttention.k.weight has the shape \[12, 16\] "
+            "in the folder, but is missing",
         ),
     ],
 )
 def test_the_first_tensor_that_differs_is_named(
     name: str, options: dict[str, int], told: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"{name} is of another architecture: {told}"):
+    with pytest.raises(ValueError, match=f"{name} has another architecture: {told}"):
         given(name, WEIGHTS / name, **options)
 
 
