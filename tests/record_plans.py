@@ -201,8 +201,7 @@ def summary(old: dict[str, Record], new: dict[str, Record]) -> tuple[list[str], 
 
     >>> before, after = {"step_s": 1.0, "planning_s": 2.0}, {"step_s": 1.01, "planning_s": 1.0}
     >>> summary({"a": {"feasible": True, **before}}, {"a": {"feasible": True, **after}})
-    (['a: step 1.0100 of what it was', '1 steps: mean 1.0100, worst 1.0100; planning 0.50 of the
-    seconds'], False)
+    (['a: step 1.0100 of what it was', '1 steps: mean 1.0100, worst 1.0100; planning 0.50 of the seconds'], False)
     """
     both = [name for name in old if name in new]
     gone = [name for name in both if old[name]["feasible"] and not new[name]["feasible"]]

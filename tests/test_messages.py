@@ -56,7 +56,7 @@ WITHOUT_VALUE = {
     "this state was consumed": "a state's arrays say nothing to a reader",
     "nothing is measured": "a state, not a value",
     "what a run holds is known of a model": "a state, not a value",
-    "the optimizer keeps different arrays": "the state's arrays say nothing to a reader",
+    "the optimizer keeps other arrays": "the state's arrays say nothing to a reader",
     "the loss, or a derivative rule in it": "what is traced has no value",
     "the weight of jvpipe.Weighted depends on": "what is traced has no value",
     "django is not installed": "the name of a package that is missing",

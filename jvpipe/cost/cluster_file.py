@@ -62,8 +62,7 @@ def find_cluster(name_or_path: str | Path) -> Cluster:
     >>> find_cluster("a100-40bg")
     Traceback (most recent call last):
     ...
-    ValueError: unknown hardware 'a100-40bg': did you mean 'a100-40gb'? There are 2080ti, v100-a,
-    ...
+    ValueError: unknown hardware 'a100-40bg': did you mean 'a100-40gb'? There are 2080ti, v100-a, ...
     """
     if isinstance(name_or_path, str) and name_or_path in PRESETS:
         return PRESETS[name_or_path]

@@ -97,8 +97,7 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     >>> (eqn,) = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w).eqns
     >>> closed = jax.make_jaxpr(lambda *xs: turned(eqn, xs))(x, w)
     >>> [(str(eqn.primitive), eqn.outvars[0].aval.shape) for eqn in closed.eqns]
-    [('transpose', (1, 8, 2)), ('transpose', (5, 2, 3)), ('conv_general_dilated', (1, 8, 3)),
-    ('transpose', (1, 3, 8))]
+    [('transpose', (1, 8, 2)), ('transpose', (5, 2, 3)), ('conv_general_dilated', (1, 8, 3)), ('transpose', (1, 3, 8))]
     """
     numbers = eqn.params["dimension_numbers"]
     operand = _last(*numbers.lhs_spec)

@@ -186,7 +186,7 @@ ENTRY_POINTS = "jvpipe.trackers"
 `TrackedRun` and returns a `Tracker`."""
 
 
-def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
+def find_tracker(name: Any) -> Callable[[TrackedRun], Tracker]:
     """Returns the tracker with a name: one of jvpipe's, or one of another installed package.
 
     Raises:
@@ -194,8 +194,7 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
 
     >>> find_tracker("tensorbord")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: unknown tracker 'tensorbord': did you mean 'tensorboard'? There are tensorboard,
-    wandb, ...
+    ValueError: unknown tracker 'tensorbord': did you mean 'tensorboard'? There are tensorboard, wandb, ...
     """
     announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if isinstance(name, str) and name in TRACKERS:
@@ -235,8 +234,8 @@ class Tracking:
         folder: str | Path,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        listed = None if isinstance(names, str) else several(names)
         # A value that has no elements is looked up like a name.
+        listed: Sequence[Any] | None = None if isinstance(names, str) else several(names)
         self._begin = [find_tracker(name) for name in ([names] if listed is None else listed)]
         self._folder, self._config = checked_path("folder", folder), dict(config or {})
         self._trackers: list[Tracker] | None = None

@@ -346,8 +346,7 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     (2.0, 1.0)
     >>> checked_speeds("speeds", [2, 0])
     Traceback (most recent call last):
-    ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice
-    as fast as the other
+    ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
     # These could be iterated over, but what they yield would not be speeds in order.
     is_single = isinstance(speeds, str | Mapping | Set)

@@ -133,8 +133,7 @@ def resource_names(stages: int, devices: int, machines: int) -> tuple[str, ...]:
         machines: the number of machines whose networks are shared.
 
     >>> resource_names(2, 2, 1)[:4], resource_names(2, 1, 1)[4:]
-    (('stage 0', 'stage 1', 'stage 0 host', 'stage 1 host'), ('network of machine 0, out', 'network
-    of machine 0, in'))
+    (('stage 0', 'stage 1', 'stage 0 host', 'stage 1 host'), ('network of machine 0, out', 'network of machine 0, in'))
     """
     what = "stage" if stages == devices else "device"
     numbers = range(devices)

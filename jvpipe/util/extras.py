@@ -29,8 +29,7 @@ def extra(name: str) -> Iterator[None]:
     ...     import no_such_package
     Traceback (most recent call last):
     ...
-    jvpipe.util.extras.MissingExtraError: no_such_package is not installed: pip install
-    'jvpipe[figures]'
+    jvpipe.util.extras.MissingExtraError: no_such_package is not installed: pip install 'jvpipe[figures]'
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """A step of three rows, drawn by hand: what binding and controller see of a model, without one.
 
-b0 parameter 0, on device 0 (4 bytes), lasts       b1 batch, b2 what F makes, b3 its copy on device
-1 FEED -> b1      F: b0, b1 -> b2, frees b1      SEND: b2 -> b3, frees b2
+b0 parameter 0, on device 0 (4 bytes), lasts       b1 batch, b2 what F makes, b3 its copy on device 1
+FEED -> b1      F: b0, b1 -> b2, frees b1      SEND: b2 -> b3, frees b2
 """
 
 from collections.abc import Callable, Sequence

@@ -4,8 +4,7 @@ A generation is the whole content of a checkpoint (`generations.py`). Each line 
 writes, from left to right. At each bar, the processes wait for each other:
 
     process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
-    process 1          |  part-0001.safetensors  |
-    |
+    process 1          |  part-0001.safetensors  |                                                  |
 
 If one process fails, all processes raise an error, and the older generation stays.
 """
