@@ -1,10 +1,10 @@
 """The homes of an optimizer's equations: a layer, everywhere, or the global program.
 
-If all operands of an equation that belong to a layer belong to the same one, the equation runs with
-that layer. If every layer has copies of all operands, the equation runs everywhere: each layer that
-needs the result computes it. If the operands belong to several layers, the equation runs with the
-layer of the only large operand, or in the global program if no operand is large. Only values under
-`SMALL_BYTES`, and vectors of which each layer has one, may leave their layer.
+If the operands of an equation belong to one layer, the equation runs with that layer. If every
+layer has copies of all operands, the equation runs everywhere: each layer that needs the result
+computes it. If the operands belong to several layers, the equation runs with the layer of the only
+large operand, or in the global program if no operand is large. Only values under `SMALL_BYTES`, and
+vectors of which each layer has one, may leave their layer.
 
 Layers and the global program take turns, in phases (see `jvpipe.programs.places`). One pass over
 the equations, in their order, places all of them. The place of an equation depends on the places of
