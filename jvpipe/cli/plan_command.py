@@ -1,4 +1,4 @@
-"""The command `python -m jvpipe.plan`, which plans a model or a graph file, but runs no model."""
+"""The command `python -m jvpipe.plan`, which plans a model or a graph file without running it."""
 
 import json
 import sys
@@ -103,7 +103,7 @@ class PlanOptions(ModelOptions):
         """Checks the options before any work is done; returns the names of the planners to ask.
 
         Raises:
-            ValueError: an option is impossible or contradicts another.
+            ValueError: an option has an impossible value or contradicts another option.
         """
         if (self.model is None) == (self.graph is None):
             raise ValueError("give one of --model and --graph")

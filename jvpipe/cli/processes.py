@@ -391,8 +391,8 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     sys.stderr.flush()
     hosts.farewell()
     if code == ExitCode.TRY_AGAIN:
-        # JAX ends the other processes when process 0 has ended. So process 0 waits, until they have
-        # reported the loss.
+        # JAX ends the other processes when process 0 has ended. So process 0 waits for some
+        # seconds, in which they can report the loss.
         if hosts.process == 0 and hosts.count > 2:
             time.sleep(PATIENCE.ending_s)
     else:

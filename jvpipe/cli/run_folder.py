@@ -206,7 +206,7 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds advice to a DamageError about the last checkpoint that is raised in the context.
+        """Adds advice to a DamageError, raised in the context, about the last checkpoint.
 
         The advice names the newest whole checkpoint before the last one, or says that none exists.
         """
@@ -216,7 +216,7 @@ class RunDir:
             *older, newest = self.checkpoints()
             advice = "no older checkpoint is whole"
             if whole := [path for path in older if _is_whole(path)]:
-                cure = f"move {newest} away to resume from there"
+                cure = f"to resume from it, move {newest} away"
                 advice = f"{whole[-1]} is whole: {cure}"
             raise DamageError(f"{damage}; {advice}") from damage
 

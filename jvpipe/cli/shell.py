@@ -38,7 +38,7 @@ _ENDING = threading.Lock()
 
 
 def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
-    """Prints one line, and ends the process at any moment."""
+    """Prints one line and ends the process, no matter what it is doing."""
     if _ENDING.acquire(blocking=False):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
     else:  # another thread also saw the second signal, and prints the line

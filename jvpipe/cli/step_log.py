@@ -189,7 +189,7 @@ class StepNumbers:
         if traced is not self._ideal[0]:
             settings = session.settings
             kinds = [device.device_kind for device in set(settings.devices)]
-            # This goes through every equation, so it is computed once per model.
+            # The computation visits every equation, so it runs only when the model has changed.
             self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
         return self._ideal[1]
 

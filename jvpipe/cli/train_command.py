@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {_told(mistake)}", file=sys.stderr)
         code = ExitCode.MISTAKE
-        # This may fail, because the others may be gone. One of them may have sent the mistake.
+        # This may fail if the other processes are gone, or if one of them reported the mistake.
         with suppress(Exception):
             hosts.fail(mistake)
     except KeyboardInterrupt:

@@ -142,8 +142,8 @@ def _updated(
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
     """Draws numbers for a slot, which depend only on the slot's kind, index, shape and type.
 
-    State may be a mean of squares, and a global value may be a norm. So their numbers are
-    positive, as is the weight of the loss.
+    State may be a mean of squares, and a global value may be a norm. So their numbers are not
+    negative, as is the weight of the loss.
     """
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)

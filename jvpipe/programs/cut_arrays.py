@@ -40,7 +40,7 @@ class Rows:
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
-        """The parts, with the axis along which the array is cut even if `thin`."""
+        """The parts, which always have the axis along which the array is cut."""
         if not self.thin:
             return self.pieces
         axes = (self.axis,)

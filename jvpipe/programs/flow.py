@@ -193,7 +193,7 @@ class Flow:
         home: Home,
         needed: Mapping[int, Sequence[Atom]],
     ) -> dict[int, "_Run"]:
-        """Returns what a home runs in each phase.
+        """Returns the equations that a home runs in each phase, with the values that they read.
 
         A layer runs a costly equation once, in the first phase that needs it. All other equations
         run in every phase that needs them.

@@ -39,7 +39,7 @@ _AS_IT_IS = frozenset(
         "stop_gradient",
     }
 )
-"""Primitives that yield their operand, if the shape stays and the new type has every value."""
+"""Primitives that yield their operand, if its shape stays and the new type can represent it."""
 _OF_ZEROS = _AS_IT_IS | {
     "add",
     "add_any",
@@ -210,7 +210,7 @@ class _Update:
 
 
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
-    """Maps each value that equals one of the inputs for any values of the inputs to that input.
+    """Maps values to the inputs that they always equal, for any values of the inputs.
 
     One pass over the equations shows for each value whether it equals an input, is zero, or
     neither.

@@ -6,10 +6,9 @@
 
 A candidate is a value inside a layer that can be kept, swapped or recomputed, such as the result of
 a product. The residuals are the candidates that the forward saves, and a few values that are not
-candidates. The sources
-are the inputs, outputs and residuals that the backward reads. A partial sum is the sum of the
-cotangents that later layers have computed for an input of this layer. An accumulator is the sum of
-a parameter's gradients.
+candidates. The sources are the inputs, outputs and residuals that the backward reads. A partial sum
+is the sum of the cotangents that later layers have computed for an input of this layer. An
+accumulator is the sum of a parameter's gradients.
 
 In a layer's `Body`, `moving` are the inputs that gradients would flow to if no parameter were
 frozen, and `active` marks the outputs that would then get cotangents. Given the frozen parameters,

@@ -36,7 +36,7 @@ def run_layer(body: Body, inputs: Sequence[Any]) -> list[Any]:
     calls = outline(body)
     for position, eqn in enumerate(body.eqns):
         jaxprs.run_jaxpr([eqn], env)
-        if eqn.effects:  # runs only once; calls read its results
+        if eqn.effects:  # it runs only once, and calls read its results
             fixed |= {v: jax.lax.stop_gradient(env[v]) for v in eqn.outvars}
         elif position in calls:
             fixed |= calls[position](fixed)

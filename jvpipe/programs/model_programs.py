@@ -28,7 +28,7 @@ def layer_programs(
     """Returns the forward and the backward of every layer.
 
     Args:
-        store: keeps the programs.
+        store: makes and stores the programs.
         traced: the model.
         share: the share of its candidates that each layer's forward keeps, or the fates of a plan,
             which name the candidates to keep.
@@ -46,7 +46,7 @@ def programs_of(
     """Returns the forward and the backward of one layer.
 
     Args:
-        store: keeps the programs.
+        store: makes and stores the programs.
         traced: the model.
         number: the number of the layer.
         share: as for `layer_programs`.

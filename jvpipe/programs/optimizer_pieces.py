@@ -229,7 +229,7 @@ def laid_state(
     """Returns the same optimizer, with its state cut over the devices of a mesh.
 
     State that belongs to a parameter and has the parameter's shape is cut like the parameter.
-    Every device has all of any other state.
+    Other state is not cut, so every device has a full copy.
 
     Args:
         cut: the optimizer.

@@ -55,7 +55,7 @@ class Call:
         return eqn.replace(invars=list(self.inputs), outvars=list(self.outputs))
 
     def __call__(self, env: dict[Var, Any]) -> dict[Var, Any]:
-        """Returns the values of the outputs, given values of the inputs without gradients."""
+        """Returns the values of the outputs; no gradient flows through the values in `env`."""
         results = _jax.outlined(self._closed, jaxprs.read_by(self.inputs, env))
         return dict(zip(self.outputs, results, strict=True))
 
@@ -94,7 +94,7 @@ def calls(
     yielded: dict[int, Sequence[Var]] = {last: list(outputs)}  # for each call, its results
     eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)  # for each call, from last to first
     for position, eqn in reversed(list(enumerate(body))):
-        if eqn.effects:  # runs once, outside of calls
+        if eqn.effects:  # it runs only once, outside of calls
             continue
         needing = set().union(*(callers[v] for v in eqn.outvars))
         is_candidate = any(v in candidates for v in eqn.outvars)

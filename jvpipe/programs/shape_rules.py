@@ -63,7 +63,7 @@ def _reshape(
     and the number of parts must divide the size of this axis.
     """
     # Example: [2, 6, 5] in 3 parts along axis 1 becomes [2, 3, 10] in 3 parts along axis 1. The
-    # product before both axes is 2, and the size 3 is divisible by 3 parts.
+    # product before both axes is 2, and the size 3 is divisible by the number of parts.
     if eqn.params["dimensions"] is not None:
         return None
     operand = _jax.aval(eqn.invars[0])

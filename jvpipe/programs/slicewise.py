@@ -12,8 +12,8 @@ its work along the axis of the layers:
 `Even` represents an array that repeats one slice along an axis, so that its slices are available
 without computing the whole array.
 
-An equation without a rule, here or in `jvpipe.programs.shape_rules`, runs on the whole array. Its
-result is right, but combines values of different layers. If these values are large,
+An equation without a rule, here or in `jvpipe.programs.shape_rules`, runs on the whole array. The
+result is correct, but it combines values of different layers. If these values are large,
 `jvpipe.programs.ownership` refuses the optimizer.
 """
 
@@ -219,7 +219,7 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
     The body first runs on shapes, to find the carries that have to be `Rows`. If the body returns a
     carry in parts, the carry has to begin in the same parts, and the body runs on shapes again. The
-    loop ends, because each iteration turns at least one more carry into `Rows`, and none back.
+    loop ends, because each iteration turns another carry into `Rows`, and never turns one back.
     """
     body = straight_body(eqn)
     arrays = [_without_even(value) for value in values]

@@ -234,7 +234,7 @@ def test_the_older_checkpoint_that_is_whole_is_named(tmp_path: Path) -> None:
 
     restore()
     whole = [
-        f"{run.checkpoint(2)} is whole: move {run.checkpoint(3)} away to resume",
+        f"{run.checkpoint(2)} is whole: to resume from it, move {run.checkpoint(3)} away",
         f"{run.checkpoint(1)} is whole",
     ]
     for step, what in zip((3, 2, 1), (*whole, "no older checkpoint is whole"), strict=True):
