@@ -254,7 +254,7 @@ def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
     for name, told in (
         (
             "checkpoints/00000006/generation-000001/arrays.safetensors",
-            "00000003 is whole: move .*00000006 out of the",
+            "00000003 is whole: to resume from it, move .*00000006 away",
         ),
         ("tokenizer.json", "restore it, or delete it to make it again from the data"),
         ("plan.json", "plan.json is not what the run wrote"),

@@ -299,7 +299,7 @@ def test_a_folder_that_one_does_not_see_is_told_by_all(page: Path, tmp_path: Pat
         told = last_lines([first, second])
     assert [code for code, _ in told] == [2, 2]
     assert all(
-        "the folder of a run must lie on a file system that all processes see" in line
+        "the folder of a run must be on a file system that all processes share" in line
         for _, line in told
     )
     assert not list(tmp_path.glob("*/run"))
