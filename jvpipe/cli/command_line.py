@@ -1,6 +1,6 @@
-"""Reads command lines and the files of options that they name; lists names for `--help`.
+"""The reader of command lines and of the files of options that they name.
 
-The value of an option comes from the first of these places that has the option: the command line,
+The value of an option comes from the first of these sources that has the option: the command line,
 the file of `--config`, the config.json of the run that `--resume` continues, the default.
 """
 
@@ -42,10 +42,10 @@ _WORDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError for a user's mistake; the commands print it in one line."""
+    """A parser that raises ValueError for a user's mistake; the commands print its message."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError, where argparse would print the usage and end the process."""
+        """Raises ValueError; argparse would print the usage and end the process."""
         raise ValueError(message)
 
 
@@ -54,8 +54,8 @@ def read_options(
 ) -> dict[str, Any]:
     """Returns the values of the options on a command line, by name.
 
-    Options that are not on the command line are not in the result. `--help` and `--version` print
-    their text and end the process.
+    The result lacks options that are not on the command line. `--help` and `--version` print their
+    text and end the process.
 
     Args:
         holder: the dataclass that defines the command's options.
@@ -67,7 +67,7 @@ def read_options(
     """
     options = options_of(holder)
     said = sys.argv[1:] if arguments is None else arguments
-    # argparse knows only the present names of options, so former names are replaced first.
+    # argparse gets only the current names of options, so former names are replaced first.
     words = [_word(holder, word) for word in said if not _is_needless(options, word)]
     # The names of models are looked up only for `--help`, because the search takes time.
     asked = {"-h", "--help"} & {*words}
@@ -89,7 +89,7 @@ def read_options(
 def add_options(
     parser: argparse.ArgumentParser, options: Mapping[str, PipelineOption]
 ) -> list[argparse.Action]:
-    """Adds `--version` and options to a parser, each option in its group.
+    """Adds `--version` and the options of a command to a parser, each option in its group.
 
     Args:
         parser: the parser of a command.
@@ -127,7 +127,7 @@ def _help(option: PipelineOption) -> str:
 
 
 def _word(holder: type[PipelineOptions], word: str) -> str:
-    """Returns a word of a command line; a former name of an option becomes the present one."""
+    """Returns a word of a command line, with a former name of an option replaced."""
     flag, equals, value = word.partition("=")
     if not flag.startswith("--") or flag == "--":
         return word
@@ -136,19 +136,19 @@ def _word(holder: type[PipelineOptions], word: str) -> str:
 
 
 def _is_needless(options: Mapping[str, PipelineOption], word: str) -> bool:
-    """Tells whether a word is a former option that has no effect any more, and warns if so."""
+    """Tells whether a word is a former option without effect, and warns if so."""
     if word != "--no-lossy" or "lossy" not in options:
         return False
-    _warn(f"{word} has no effect, because it is the default; the next release refuses it")
+    _warn(f"{word} has no effect, and the next release will refuse it")
     return True
 
 
 def present(holder: type[PipelineOptions], name: str) -> str:
-    """Returns the present name of an option, and warns if `name` is a former name of the option."""
+    """Returns the current name of an option, and warns if `name` is a former name."""
     name = name.replace("-", "_")
     for option in options_of(holder).values():
         if name in option.was:
-            _warn(f"{name} is called {option.name} now: the next release takes only the new name")
+            _warn(f"{name} is called {option.name} now; the next release will refuse the old name")
             return option.name
     return name
 
@@ -158,7 +158,7 @@ def _warn(message: str) -> None:
 
 
 def _of_text(option: PipelineOption, text: Any) -> Any:
-    """Converts the value of an option to the option's type; raises ValueError if it cannot."""
+    """Converts a value to the type of its option; raises ValueError if that is impossible."""
     if isinstance(text, list):
         return tuple(text)
     if text == "None" and NoneType in option.kinds:
@@ -173,7 +173,7 @@ def _of_text(option: PipelineOption, text: Any) -> Any:
 
 
 def names() -> str:
-    """Lists models (with sizes), planners, schedules and hardware by name, a line for each kind.
+    """Lists the names of models (with sizes), planners, schedules and hardware, a line per kind.
 
     >>> print(names())  # doctest: +ELLIPSIS
     Models: bert (tiny, mini, ...), ...; your own as file.py:NAME or package.module:NAME.
@@ -194,7 +194,7 @@ def names() -> str:
 
 
 def names_by_option() -> dict[str, list[str]]:
-    """Returns the models, planners, schedules and hardware that jvpipe names, by option."""
+    """Returns jvpipe's names of models, planners, schedules and hardware, by option."""
     return {
         "model": list(models.NAMES),
         "planner": [planner.name for planner in PLANNERS],
@@ -204,21 +204,21 @@ def names_by_option() -> dict[str, list[str]]:
 
 
 def _sizes(name: str) -> str:
-    """Lists the sizes of a model, or says which package that the model needs is not installed."""
+    """Lists the sizes of a model, or names the missing package that the model needs."""
     try:
         return ", ".join(models.sizes(name))
     except MissingExtraError as missing:
         return str(missing)
 
 
-# These functions look for an option's value in the order that the module's docstring says.
+# The following functions take the value of an option from the sources in the module's docstring.
 
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:
     """Returns the options of the command line and of --config, without those of a resumed run.
 
-    Only the options about processes are checked. The others are checked by `parse`, once the
-    processes have met and can fail together.
+    This checks only the options about processes. `parse` checks all options later, when the
+    processes have connected and can fail together.
     """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     options = _over(of_line, _of_config(of_line))
@@ -231,11 +231,11 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
 
     Args:
         arguments: the words of the command line; None for this process's command line.
-        writes: whether this process writes the files of the run, and so checks their paths.
+        writes: whether this process writes the files of the run, so that it must check their paths.
 
     Raises:
-        ValueError: an option is unknown, is impossible or contradicts another, or the folder of the
-            run cannot be resumed.
+        ValueError: an option is unknown, has an impossible value or contradicts another option, or
+            the folder of the run cannot be resumed.
     """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     of_file = _of_config(of_line)
@@ -273,13 +273,14 @@ def _resumed(
     config = before.read_config()
     if options.nas or config.get("nas"):
         raise ValueError(
-            "--nas cannot be resumed: a search saves only its last architecture. Begin a new run"
+            "--nas cannot be resumed, because a search saves only its last architecture: begin a "
+            "new run"
         )
     kept = {name: config[name] for name in options_of(TrainOptions) if name in config}
     saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT, {})
     if saved.get("data") and not options.data:
         data, folder = saved["data"], options.run_dir
-        print(f"data: {data}, as in the run in {folder}; give --data if it has moved")
+        print(f"data: {data}, as the run in {folder} used it; if it has moved, give --data")
     trusted = options.trust
     is_named = "model" in of_line or "model" in of_file
     options = _over(of_line, {**saved, **of_file})
@@ -289,8 +290,8 @@ def _resumed(
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
         raise ValueError(
-            f"--init-from {options.init_from}: a resumed run already has its parameters, so leave "
-            "the option out"
+            f"--init-from {options.init_from}: a resumed run already has its parameters; leave "
+            "--init-from out"
         )
     if not options.shares and options.devices == saved.get("devices"):
         return replace(options, devices=None)
@@ -298,9 +299,9 @@ def _resumed(
 
 
 def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
-    """Returns the options of both mappings; if an option is in both, `later` replaces `earlier`.
+    """Returns the options of two mappings; values in `later` replace values in `earlier`.
 
-    If an option may be given several times, its values in both are joined instead.
+    For an option that may be given several times, the values in both mappings are joined instead.
     """
     joined = {**earlier, **later}
     for name, value in later.items():
@@ -315,12 +316,12 @@ def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
 def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values in the file of --config, which is TOML, YAML or JSON, by option name.
 
-    Names may have hyphens as on the command line. The file may also be the config.json of a
-    run, whose entries that are not options are ignored, and so are its options for a
-    single start of the run.
+    Names may have hyphens as on the command line. The file may also be the config.json of a run.
+    From such a file, entries that are not options are ignored, and so are options that apply to
+    only one start of a run.
 
     Raises:
-        ValueError: the file cannot be read, has an unknown option, or a value of another type.
+        ValueError: the file cannot be read, has an unknown option, or has a value of a wrong type.
     """
     if options.get("config") is None:
         return {}
@@ -339,8 +340,8 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
         kind = type(content_by_name).__name__
-        raise ValueError(f"{where} must map names of options to values, not be a {kind}")
-    # Entries are ignored only in the config.json of a run, which has the entry "data_digest".
+        raise ValueError(f"{where} must be a mapping from option names to values, not {kind}")
+    # Entries are ignored only in the config.json of a run, which has an entry "data_digest".
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
     if "data_digest" not in content_by_name:
         passed_over = ()
@@ -352,7 +353,7 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field_text(value: Any) -> str:
-    """Writes the value of a field as `--set` takes it: true and false as in JSON and YAML."""
+    """Returns the value of a field as a text for `--set`, with `true` and `false` as in JSON."""
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
@@ -362,18 +363,18 @@ def _typed(
     passed_over: Collection[str],
     at: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Checks the values of a file against the types of their options, and returns them.
+    """Checks the values in a file against the types of their options, and returns them.
 
     A list becomes a tuple, and a whole number becomes a float if the option is a float.
 
     Args:
         named: the values by the names of options.
-        where: what messages call the file.
-        passed_over: the names of entries that are ignored.
-        at: the line of each name as messages write it; empty if lines are not known.
+        where: the name of the file for messages.
+        passed_over: the names of entries to ignore.
+        at: the line of each name as a text for messages; empty if lines are not known.
 
     Raises:
-        ValueError: a name is not that of an option, or a value is of another type.
+        ValueError: there is no option of a name, or a value has a wrong type.
     """
     options, values = options_of(TrainOptions), {}
     for name, value in named.items():
@@ -385,12 +386,12 @@ def _typed(
         kinds = options[name].kinds
         if isinstance(value, list) and tuple in kinds:
             value = tuple(value)
-        elif type(value) is int and float in kinds:  # in a file, 1 may stand for the rate 1.0
+        elif type(value) is int and float in kinds:  # a file may have 1 for the rate 1.0
             value = float(value)
         has_texts = type(value) is not tuple or all(type(text) is str for text in value)
         if type(value) not in kinds or not has_texts:
             types = " or ".join(_WORDS[kind] for kind in kinds if kind is not NoneType)
             line = at.get(name, "")
-            raise ValueError(f"{where}{line}: {name} is {brief(value)}, and should be {types}")
+            raise ValueError(f"{where}{line}: {name} is {brief(value)}, but must be {types}")
         values[name] = value
     return values

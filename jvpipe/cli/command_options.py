@@ -1,10 +1,8 @@
-"""Defines options beyond those of a `Pipeline`: all of `jvpipe.train`, some of `jvpipe.plan`.
+"""The options that the commands have in addition to those of a `Pipeline`.
 
-To add an option, add a field. The options of a `Pipeline` are in session/options.py. The
-function `option` (util/option.py), which makes a field, takes the default, the check, the
-help, the group, the unit, and what a resumed run does with the option. `TrainOptions.check`
-compares options with each other. The help and the page docs/options.md are generated from
-the fields.
+This file has all such options of `jvpipe.train`, and those that `jvpipe.plan` shares. To add an
+option, add a field that `option` makes (util/option.py). The help and the page docs/options.md are
+generated from the fields. session/options.py defines the options of a `Pipeline`.
 """
 
 import os
@@ -33,7 +31,7 @@ from jvpipe.util.given import (
 from jvpipe.util.option import TRAIN, Group, Taker, option, options_of, resumed
 
 MOST = 2**31 - 1
-"""The largest count of anything, because steps are counted in 32 bits."""
+"""The largest count that an option may have, because steps are counted with 32-bit integers."""
 _COUNT = partial(whole_number, most=MOST)
 
 
@@ -42,8 +40,8 @@ def _texts(flag: str, value: Any) -> list[str]:
     return [checked_name(flag, text, "tensorboard") for text in texts]
 
 
-# Common kinds of options; each use adds help, group and unit. A flag is False by default,
-# the other kinds None. The checks accept unknown names, and files that do not exist.
+# Common kinds of options; each use adds help, group and unit. The default of a flag is False, and
+# of the other kinds None. The checks accept unknown names, and files that do not exist.
 
 _NAME = partial(checked_name, usual="tiny")
 name_option = partial(option, None, _NAME)
@@ -54,33 +52,33 @@ flag_option = partial(option, False, checked_flag)
 
 @dataclass(frozen=True)
 class ModelOptions(PipelineOptions):
-    """The options about a model that both command lines have."""
+    """The options that both commands have in addition to those of a `Pipeline`."""
 
     size: str | None = name_option(
-        "The model's size, by name; if left out the smallest one, or your own model as it is.",
+        "The name of the model's size; by default the smallest size, or your own model unchanged.",
         "model",
         resumed="fixed",
     )
     dtype: str | None = name_option(
-        "The type to compute in, float32 or bfloat16; the model's own if left out. Parameters are "
+        "The type of computations, float32 or bfloat16; by default the model's own. Parameters are "
         "float32.",
         "model",
         resumed="fixed",
     )
     sequence_length: int | None = count_option(
-        "Tokens of a record, for models that have this field or one called tokens.",
+        "The number of tokens in a record, for models with a field sequence_length or tokens.",
         "model",
         "tokens",
     )
     set: tuple[str, ...] = option(
         (),
         checked_fields,
-        "NAME=VALUE replaces a field of the model, such as blocks=12; may be given several times.",
+        "Replaces the field NAME of the model, such as blocks=12; may be given several times.",
         "model",
         "NAME=VALUE",
     )
     batch_size: int | None = count_option(
-        "Examples per step; the model's own if left out.",
+        "The number of examples in a step; by default the model's own.",
         "data",
         "examples",
         resumed="fixed",
@@ -101,8 +99,8 @@ class TrainOptions(ModelOptions):
     taker: ClassVar[Taker] = TRAIN
 
     config: str | None = path_option(
-        "A file with any of these options: TOML, YAML, or JSON such as a run's config.json. The "
-        "command line wins.",
+        "A file with any of these options, in TOML, YAML or JSON, such as a run's config.json. "
+        "Options on the command line take precedence.",
         "run",
         "file",
         resumed="start",
@@ -110,83 +108,84 @@ class TrainOptions(ModelOptions):
     model: str = option(
         "bert",
         _NAME,
-        "Which model: one of jvpipe's or of an installed package, or your own, as file.py:NAME or "
-        "package.module:NAME.",
+        "The model: a name from jvpipe or from an installed package, or your own model as "
+        "file.py:NAME or package.module:NAME.",
         "model",
         resumed="fixed",
     )
     plan: str | None = path_option(
-        "A plan to use, such as the plan.json of a run; no planner is asked then.",
+        "A plan to use in place of a planner, such as the plan.json of a run.",
         "pipeline",
         "file",
         resumed="plans",
     )
     steps: int | None = count_option(
-        "The total number of steps, those before a resume included; the model's own if left out.",
+        "The total number of steps, including those before a resume; by default the model's own.",
         "run",
         "steps",
     )
     optimizer: str | None = option(
         None,
         one_of("optimizer", OPTIMIZERS),
-        f"The optimizer, which gets clipped gradients: {', '.join(OPTIMIZERS)}; the model's own "
-        "if left out.",
+        f"The optimizer: {', '.join(OPTIMIZERS)}; by default the model's own. It gets clipped "
+        "gradients.",
         "model",
         resumed="fixed",
     )
     learning_rate: float | None = option(
         None,
         positive,
-        "The highest learning rate; the model's own if left out.",
+        "The highest learning rate; by default the model's own.",
         "model",
         "rate",
     )
     warmup: int | None = option(
         None,
         partial(whole_number, least=0, most=MOST),
-        "Steps in which the learning rate rises to its highest; the model's own share of all "
-        "steps if left out.",
+        "The number of steps in which the learning rate rises to its highest; by default the "
+        "model's own share of all steps.",
         "model",
         "steps",
     )
     data: str | None = path_option(
-        "For models of text: a file or a folder of files, which are text, or .jsonl or .parquet with a field "
-        '"text" or "messages"; or OWNER/NAME of a hub; by default the English prose that comes with Python. '
-        "For models of images: a folder with a folder for each class; by default the digits of scikit-learn. "
-        "For models that translate: a folder with files such as train.en and train.de; by default the message "
-        "catalogs of Django.",
+        "For text models: a file or a folder of files, either of text, or .jsonl or .parquet files "
+        'with a field "text" or "messages"; or OWNER/NAME on the Hugging Face hub; by default the '
+        "English prose that comes with Python. For image models: a folder with a subfolder for "
+        "each class; by default the digits of scikit-learn. For translation models: a folder with "
+        "files such as train.en and train.de; by default the message catalogs of Django.",
         "data",
         "path",
     )
     tokenizer: str | None = path_option(
-        "Reads text with this tokenizer.json of the tokenizers package; by default one is trained "
-        "on the text.",
+        "Reads text with this tokenizer.json of the tokenizers package; by default a tokenizer is "
+        "trained on the text.",
         "data",
         "file",
         resumed="start",
     )
     init_from: str | None = path_option(
-        "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with "
-        "config.json and model.safetensors or its parts, as transformers writes it, or OWNER/NAME "
-        "of a hub. The model's fields are those in config.json, and its tokenizer is the "
-        "tokenizer.json if there is one.",
+        "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder that "
+        "transformers wrote, with config.json and model.safetensors or its parts, or OWNER/NAME on "
+        "the Hugging Face hub. The model's fields come from config.json, and its tokenizer comes "
+        "from tokenizer.json if there is one.",
         "model",
         "folder",
     )
     lora: int | None = count_option(
-        "Trains only adapters of this rank; all other parameters stay as they are.",
+        "Trains only LoRA adapters of this rank; all other parameters stay unchanged.",
         "model",
         "rank",
     )
     lora_on: str | None = name_option(
-        "With --lora: patterns for the paths of the linear maps that get adapters, with commas between them; by "
-        'default "*attention*".',
+        "With --lora: patterns for the paths of the linear maps that get adapters, separated by "
+        'commas; by default "*attention*".',
         "model",
         "patterns",
     )
     export_weights: str | None = path_option(
-        "Writes the trained model to this new folder, laid out as that of --init-from, for "
-        "transformers to load; adapters are added to the parameters that they adapt.",
+        "Writes the trained model to this new folder, in the layout of the folder of --init-from, "
+        "so that transformers can load it. LoRA adapters are merged into the parameters that they "
+        "adapt.",
         "run",
         "folder",
         resumed="start",
@@ -194,7 +193,7 @@ class TrainOptions(ModelOptions):
     seed: int = option(
         0,
         partial(whole_number, least=0, most=2**63 - 1),
-        "Seeds parameters, dropout and the order of the data.",
+        "The seed of the parameters, of dropout and of the order of the data.",
         "data",
         "number",
         resumed="fixed",
@@ -206,75 +205,74 @@ class TrainOptions(ModelOptions):
     )
     resume: bool = flag_option(
         "Continues the run in --run-dir with its plan. Options that are not given keep the values "
-        "of the run; other stages, or another planner, schedule or limit, make a new plan.",
+        "of the run. A change of the stages, planner, schedule or memory limit makes a new plan.",
         "run",
         resumed="start",
     )
     trust: bool = flag_option(
-        "With --resume of a folder from elsewhere: runs the model's code that its config.json "
-        "names.",
+        "With --resume: runs the model's code that config.json names, even if the folder comes "
+        "from elsewhere.",
         "run",
         resumed="start",
     )
     checkpoint_every: int = option(
         100,
         _COUNT,
-        "Steps between checkpoints; the last step always has one.",
+        "The number of steps between checkpoints; the last step always has one.",
         "run",
         "steps",
     )
     keep: int = option(
         2,
         _COUNT,
-        "How many of the last checkpoints are kept, beside the best one.",
+        "The number of last checkpoints to keep, in addition to the best one.",
         "run",
         "checkpoints",
     )
     eval_every: int | None = count_option(
-        "Steps between evaluations on batches that training never sees; the best checkpoint is "
-        "kept.",
+        "The number of steps between evaluations on held-out batches; the best checkpoint is kept.",
         "run",
         "steps",
     )
     early_stop: int | None = count_option(
-        "Ends the run once this many evaluations have come after the best one.",
+        "Ends the run when this many evaluations in a row were not the best so far.",
         "run",
         "evaluations",
     )
     track: tuple[str, ...] = option(
         (),
         _texts,
-        "Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, or the "
+        "Also sends the metrics to this tracker: tensorboard, wandb, mlflow, trackio, or the "
         "tracker of an installed package; may be given several times.",
         "run",
         "tracker",
     )
     adapt: bool = flag_option(
-        "Lets layers leave a device that has become slow, and come back.",
+        "Moves layers away from a device that becomes slow, and back when it recovers.",
         "pipeline",
     )
     nas: bool = flag_option(
-        "Searches architectures by regularized evolution: trains one after another; equal blocks "
-        "share parameters.",
+        "Searches architectures by regularized evolution. Architectures are trained one after "
+        "another, and equal blocks share parameters.",
         "model",
     )
     nas_steps: int = option(
         5,
         _COUNT,
-        "Steps that each architecture is trained for at a time.",
+        "The number of steps for which each architecture is trained at a time.",
         "model",
         "steps",
     )
     timeline_steps: int = option(
         1,
         _COUNT,
-        "How many steps timeline.json shows: the last ones.",
+        "The number of last steps that timeline.json shows.",
         "run",
         "steps",
     )
     profile: int | None = count_option(
-        "Profiles this many steps, from the second on, with jax.profiler; timeline.json shows the "
-        "same steps.",
+        "Profiles this many steps with jax.profiler, from the second step on; timeline.json shows "
+        "the same steps.",
         "run",
         "steps",
         resumed="start",
@@ -288,8 +286,8 @@ class TrainOptions(ModelOptions):
     coordinator: str | None = option(
         None,
         checked_address,
-        "For several processes, on one host or many: the address where process 0 waits for the "
-        "others.",
+        "For several processes, on one or several hosts: the address where process 0 waits for "
+        "the others.",
         "processes",
         "HOST:PORT",
         resumed="processes",
@@ -297,13 +295,13 @@ class TrainOptions(ModelOptions):
     process_id: int | None = option(
         None,
         partial(whole_number, least=0, most=MOST),
-        "The number of this process, from 0; all run the same command except for this number.",
+        "The number of this process, from 0. All processes run the same command otherwise.",
         "processes",
         "number",
         resumed="own",
     )
     num_processes: int | None = count_option(
-        "How many processes there are.",
+        "The number of processes.",
         "processes",
         "processes",
         resumed="processes",
@@ -315,16 +313,16 @@ class TrainOptions(ModelOptions):
         resumed="processes",
     )
     host_address: str | None = name_option(
-        "This host's address for the other processes; by default the one from which it reaches "
-        "the coordinator.",
+        "The address of this host for the other processes; by default the address from which it "
+        "reaches the coordinator.",
         "processes",
         "address",
         resumed="own",
     )
     secret_file: str | None = path_option(
         "A file of mode 0600 with a secret that all processes share; a process with another "
-        "secret is refused. By default the file that JVPIPE_SECRET_FILE names. Needs "
-        "--coordinator.",
+        "secret is refused. By default the file that the environment variable JVPIPE_SECRET_FILE "
+        "names. Needs --coordinator.",
         "processes",
         "file",
         resumed="own",
@@ -332,8 +330,8 @@ class TrainOptions(ModelOptions):
     host_timeout: float = option(
         300.0,
         partial(positive, largest=threading.TIMEOUT_MAX),
-        "Seconds without a sign of another process, or without a step, after which a run of "
-        "several processes is given up.",
+        "With several processes: the run ends after this many seconds without a message from "
+        "another process, or without progress.",
         "processes",
         "seconds",
         resumed="processes",
@@ -352,7 +350,7 @@ class TrainOptions(ModelOptions):
 
     @property
     def stages_asked(self) -> int | None:
-        """The number of stages that the options ask for; None if the planner decides."""
+        """The requested number of stages; None if the planner decides."""
         return (
             self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
         )
@@ -369,12 +367,13 @@ class TrainOptions(ModelOptions):
         check_each(self)
         if self.early_stop and not self.eval_every:
             raise ValueError(
-                f"--early-stop {self.early_stop} needs --eval-every, the steps between evaluations"
+                f"--early-stop {self.early_stop} needs --eval-every, the number of steps between "
+                "evaluations"
             )
         if self.devices and not self.shares:
             raise ValueError(
-                f"--devices {self.devices} is for --replicas auto; else --stages says how many are "
-                "used"
+                f"--devices {self.devices} needs --replicas auto; without it, give the number of "
+                "devices by --stages"
             )
         if self.replica_counts and self.stages not in (None, len(self.replica_counts)):
             raise ValueError(
@@ -383,7 +382,8 @@ class TrainOptions(ModelOptions):
             )
         if self.nas and self.eval_every:
             raise ValueError(
-                "--eval-every is for one model: a search is judged by its training losses (--nas)"
+                "--eval-every is for one model, but --nas trains several and compares their "
+                "training losses: leave out one of the two"
             )
         if self.lora_on and not self.lora:
             raise ValueError(f"--lora-on {self.lora_on} needs --lora, the rank of the adapters")
@@ -401,7 +401,7 @@ def check_each(options: PipelineOptions, group: Group | None = None) -> None:
             one.checked(one.flag, getattr(options, name))
 
 
-# The tables below say which options a resumed run keeps, and which ones all processes must share.
+# The constants below say what a resumed run does with options (`Resumed` in util/option.py).
 
 OF_PROCESSES = resumed(TrainOptions, "processes", "own")
 FIXED = resumed(TrainOptions, "fixed")
@@ -410,12 +410,12 @@ fields of the model cannot change either (`_config` in job.py)."""
 DECIDES = resumed(TrainOptions, "plans")
 """The options that decide a plan. If a run is resumed with other values, a new plan is made."""
 NOT_KEPT = resumed(TrainOptions, "start", "processes", "own")
-"""The options that hold for only one start of a run."""
+"""The options that apply to only one start of a run."""
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:
-    """Returns the options that config.json keeps, by name."""
-    # Options about processes are not kept, because a resumed run may have other processes.
+    """Returns the options to write to config.json, by name."""
+    # Options about processes are left out, because a resumed run may have other processes.
     return {
         name: getattr(options, name)
         for name in options_of(TrainOptions)

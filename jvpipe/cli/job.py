@@ -1,8 +1,8 @@
-"""Prepares a training run of the command line: its folder, its data, its pipeline and its state.
+"""The preparation of a training run: its folder, its data, its pipeline and its state.
 
-Each process of the run prepares the same `Job`. `Hosts.together` and `Hosts.agree` wait for
-all processes. If a process fails in `together`, or its values in `agree` differ from those
-of another process, all processes raise an error.
+Each process of the run prepares the same `Job`. `Hosts.together` and `Hosts.agree` wait for all
+processes. If a process fails in `together`, or if its values in `agree` differ from the values of
+another process, all processes raise an error.
 """
 
 import dataclasses
@@ -57,12 +57,12 @@ class Job:
     """A run that is ready to train.
 
     Attributes:
-        options: the options of the run, with defaults for those that were not given.
+        options: the options of the run, including defaults.
         steps: the number of the last step.
-        batch_size: the examples in a step.
+        batch_size: the number of examples in a step.
         run: the folder of the run.
         workload: the model, with the optimizer that the options ask for.
-        data: the batches, at the position where the run goes on.
+        data: the batches, at the position where the run continues.
         pipe: the pipeline, which is planned and compiled.
         learning_rates: the rate of each update of the whole run.
         hosts: the processes of the run.
@@ -83,9 +83,9 @@ class Job:
     def stream(
         self, state: Any, steps: int
     ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
-        """Trains for some steps; yields a state, metrics and names of blocks after each step.
+        """Trains for some steps; yields the state, the metrics and block names after each step.
 
-        In a search, the names are those of the architecture's blocks. Otherwise there are none.
+        Only an architecture search yields block names: those of the architecture.
         """
         if self.search is None:
             plain = self.pipe.run(state, self.data.train, steps)
@@ -96,18 +96,19 @@ class Job:
     def pauses(self, step: int) -> bool:
         """Tells whether the next step must wait for this one.
 
-        It must if the state is evaluated or saved, or if the search changes the architecture.
+        The next step must wait if the state of this one is evaluated or saved, or if the search
+        changes the architecture.
         """
         ends_architecture = self.search is not None and step % self.search.steps == 0
         return self.evaluates(step) or self.saves(step) or ends_architecture
 
     def evaluates(self, step: int) -> bool:
-        """Tells whether the state after a step is evaluated on the held-out batches."""
+        """Tells whether the state after a step is to be evaluated on the held-out batches."""
         period = self.options.eval_every
         return period is not None and step % period == 0
 
     def saves(self, step: int) -> bool:
-        """Tells whether a step is followed by one of the regular checkpoints."""
+        """Tells whether a regular checkpoint is due after a step."""
         return step % self.options.checkpoint_every == 0
 
 
@@ -119,17 +120,17 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     Args:
         options: the options of the run.
         hosts: the processes of the run.
-        stack: until it is closed, it keeps other runs out of the folder.
+        stack: holds the lock on the folder of the run until the stack is closed.
 
     Returns:
-        The run, and the state from which it goes on.
+        The run, and the state from which it continues.
 
     Raises:
         ValueError: the options, the model, the data and the folder do not fit each other.
         DamageError: a file of a resumed run has changed since it was written.
         MemoryLimitExceeded: no plan keeps the memory limit.
     """
-    # Options are compared first: processes with different options would wait for different things.
+    # Options are compared first, because processes with different options could deadlock.
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
     options, run, workload, files, plan = _start(options, hosts, stack)
     assert options.steps is not None
@@ -145,7 +146,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
             "data", lambda: _open_data(options, workload, run, files, hosts)
         )
     hosts.agree("the data of the processes", [("their digest", data.digest)])
-    # A held-out batch that cannot be cut into micro-batches must fail here, not after many steps.
+    # If a held-out batch cannot be cut into micro-batches, the run must fail here and not later.
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)
     job = Job(
@@ -160,7 +161,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
         hosts,
         search,
     )
-    # This plans and compiles, which may fail, before anything is written.
+    # Planning and compiling may fail, so they come before the first file is written.
     state = _state(job)
     hosts.first(
         "run's files", lambda: _write(job, files if options.resume else run.adopt(new_files))
@@ -175,13 +176,13 @@ def _updates_in_step(schedule_name: str, microbatches: int) -> int:
 
 
 class _RunRequest(NamedTuple):
-    """What the options and the folder of a resumed run ask for.
+    """The options and the plan of a run, from its command line and its folder.
 
     Attributes:
         options: the options of the run, with its stages, micro-batches and schedule.
         before: the entries of config.json of a resumed run; the default options for a new run.
-        plan: the plan of `--plan` or of the folder; None if a planner must be asked.
-        from_file: whether the plan is that of `--plan`.
+        plan: the plan of `--plan` or of the folder; None if a planner must make one.
+        from_file: whether the plan comes from `--plan`.
     """
 
     options: TrainOptions
@@ -213,14 +214,14 @@ def _start(
     """Finds a run's folder, plan and model; locks the folder and sets the number of CPU devices.
 
     Returns:
-        The options, folder and model of the run, digests by file name, and the plan or None.
-        The digests are those of files in a resumed run's folder, such as a tokenizer.
+        The options, the folder and the model of the run; the digests, by name, of files such as a
+        tokenizer in the folder of a resumed run; and the plan, or None.
     """
     options, before, plan, from_file = hosts.together("run", lambda: _asked(options))
     devices = plan.device_count if plan else options.devices_asked
-    with suppress(RuntimeError):  # JAX already has its devices, which may be enough
+    with suppress(RuntimeError):  # JAX has already made its devices, which may be enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
-    hosts.connect()  # from here on, the other processes notice at once if one is lost
+    hosts.connect()  # from here on, the processes notice at once if another one is lost
     keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))
     workload = hosts.together(
@@ -256,7 +257,7 @@ def _start(
 def _held_folder(
     options: TrainOptions, workload: models.Workload, hosts: Hosts, stack: ExitStack
 ) -> RunDir:
-    """Opens the folder of the run, which all processes must see; the first process locks it."""
+    """Opens the run's folder, which all processes must see; the first process locks it."""
 
     def hold() -> str:
         if options.run_dir is None:
@@ -272,13 +273,12 @@ def _held_folder(
 
 
 def _write(job: Job, files: Mapping[str, str]) -> None:
-    """Writes what a resumed run reads; `files` has the digests of files such as the tokenizer."""
+    """Writes the files of the run; `files` has the digests of files such as the tokenizer."""
     options, run = job.options, job.run
-    # A resumed run uses plan.json if its options are those in config.json. So plan.json is
-    # written first: if the run dies in between, the plan must not be older than the
-    # options.
+    # A resumed run uses plan.json if its options equal those in config.json. So plan.json is
+    # written first: if the process dies in between, the plan is not older than the options.
     run.write_plan(job.pipe.plan)
-    # A run that is resumed checks that its data, files and mark have not changed.
+    # A resumed run checks that its data, files and mark have not changed.
     about_run = {
         "data_digest": job.data.digest,
         "files": files,
@@ -298,7 +298,7 @@ def _pipeline(
     synchronous = find_schedule(options.schedule).synchronous
     arguments = passed(options, PIPELINE)
     if plan:
-        # The plan already says how many devices each stage has.
+        # The plan has the number of devices of each stage.
         arguments |= {"stages": plan, "replicas": None}
     return jvpipe.Pipeline(
         search.first.loss_fn if search else workload.loss_fn,
@@ -320,12 +320,12 @@ def _open_data(
 ) -> tuple[models.Data, dict[str, bytes]]:
     """Opens the data; also returns the files that a new run must keep to read the same data again.
 
-    `files` has the digests of those files if the run is resumed. A tokenizer is such a file.
+    A tokenizer is such a file. For a resumed run, `files` has the digests of these files.
     """
     run.check_files(files)
     assert options.batch_size is not None
     data_path = None if options.data is None else Path(options.data)
-    # A new run makes these files in a temporary folder, because its own folder is written last.
+    # A new run makes these files in a temporary folder, because the run's folder is written last.
     with TemporaryDirectory() as scratch:
         kept = run.path if options.resume else Path(scratch)
         keep_tokenizer(options, workload, kept)
@@ -336,8 +336,8 @@ def _open_data(
         data = replace(data, train=lazily())
     if options.eval_every and not data.held_out:
         raise ValueError(
-            f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be "
-            "evaluated on"
+            f"--eval-every {options.eval_every}: {workload.name} has no held-out batches; give it "
+            "a function held_out(), or leave --eval-every out"
         )
     if options.resume:
         run.check({"data_digest": data.digest})
@@ -346,7 +346,7 @@ def _open_data(
 
 
 def _state(job: Job) -> jvpipe.State:
-    """Makes the first state of the run, or restores the last state and its position in the data."""
+    """Makes the first state of the run, or restores the last state and the position in the data."""
     if job.search:
         params = job.search.first.params
     else:
@@ -367,7 +367,7 @@ def _go_back(data: models.Data, last: Path) -> None:
     """Sets the data to the position in a checkpoint; raises DamageError if that is impossible."""
     extra = jvpipe.checkpoint_extra(last)
     if "data" not in extra:
-        raise DamageError(f"{last} holds no position in the data")
+        raise DamageError(f"{last} has no position in the data")
     try:
         data.train.set_state(extra["data"])
     except Exception as problem:  # a user's own class of data may raise any kind of error
@@ -377,25 +377,25 @@ def _go_back(data: models.Data, last: Path) -> None:
 
 
 def keep_compiled() -> None:
-    """Makes JAX keep compiled programs in the user's cache folder, for the next start."""
+    """Makes JAX store compiled programs in the user's cache folder, for the next start."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = caches / "jvpipe" / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    # By default, JAX keeps only programs that took long to compile. The program of a layer takes
-    # little time, but there are many of them.
+    # By default, JAX stores only programs that took long to compile. The program of a layer takes
+    # little time, but a model has many of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def stay_on_cpus() -> None:
-    """Keeps JAX on CPUs, which is enough for planning; a platform that the user has set wins."""
+    """Restricts JAX to CPUs, which suffice for planning, unless the user has set a platform."""
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
 
 
 def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
-    """Returns what a resumed run must not change: some options, model fields, parameter shapes."""
+    """Returns the entries that a resumed run must not change, such as the shapes of parameters."""
     shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
     parameters = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()}
     fixed = {name: getattr(options, name) for name in FIXED}
@@ -403,7 +403,7 @@ def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
 
 
 def resume_command(job: Job) -> str:
-    """Returns the command line that resumes a run, with the outputs that were asked for."""
+    """Returns the command line that resumes a run, with the run's options for output files."""
     command = ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume"]
     for name in ("figure", "export", "export_weights"):
         if path := getattr(job.options, name):

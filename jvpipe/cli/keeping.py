@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints, and decides by evaluations which one is best and when to stop."""
+"""The checkpoints of a run, and the evaluations that decide which one is best and when to stop."""
 
 import json
 import math
@@ -30,8 +30,10 @@ _KEPT = {
 class Evaluations:
     """A summary of a run's evaluations so far.
 
-    It has the lowest loss (None as long as no loss was finite), the step after which this loss was
-    measured, and the number of evaluations since then.
+    Attributes:
+        best_loss: the lowest loss; None if no loss was finite yet.
+        best_step: the step after which this loss was measured.
+        since: the number of evaluations since then.
 
     >>> seen = Evaluations().after(10, 2.0).after(20, 1.5).after(30, 1.75)
     >>> seen.best_step, seen.since, seen.over(2), seen.after(40, math.nan).over(2)
@@ -43,32 +45,32 @@ class Evaluations:
     since: int = 0
 
     def after(self, step: int, loss: float) -> "Evaluations":
-        """Returns the summary after one more evaluation; a NaN never counts as the lowest loss."""
+        """Returns the summary after one more evaluation; NaN is never the lowest loss."""
         if loss < (math.inf if self.best_loss is None else self.best_loss):
             return Evaluations(loss, step)
         return replace(self, since=self.since + 1)
 
     def over(self, patience: int | None) -> bool:
-        """Tells whether a run stops early: `patience` evaluations have come after the best one."""
+        """Tells whether a run stops early, `patience` evaluations after the best one."""
         return patience is not None and self.since >= patience
 
     def told(self, patience: int | None) -> str:
-        """Writes a run's last line, about the best evaluation; empty if no loss was finite."""
+        """Returns a run's last line of output, about its best evaluation; empty without one."""
         if self.best_loss is None:
             return ""
         best = f"best held-out loss {self.best_loss:.4f} after step {self.best_step}"
         stopped = ""
         if self.over(patience):
             stopped = f"; stopped early, as {self.since} evaluations since were no better"
-        return f"{best}, which best.json names{stopped}\n"
+        return f"{best} (see best.json){stopped}\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the evaluations; empty if there was none."""
+        """Returns the evaluations as JSON for a checkpoint; empty if there was none."""
         return {} if self == Evaluations() else asdict(self)
 
 
 def evaluations_before(job: Job) -> Evaluations:
-    """Reads the evaluations from the last checkpoint of a resumed run; a new run has none yet.
+    """Returns the evaluations in the last checkpoint of a resumed run; none for a new run.
 
     Raises:
         DamageError: the checkpoint's entry about evaluations is damaged.
@@ -86,9 +88,9 @@ def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
     """Returns the mean loss over the held-out batches; None if the data has no such batches.
 
     Args:
-        job: the run, which does not change.
+        job: the run.
         state: the state to evaluate.
-        watch: is notified before each batch, so that a long evaluation does not count as a hang.
+        watch: is notified before each batch, so that a long evaluation does not look like a hang.
     """
     losses = []
     for batch in job.data.held_out:
@@ -97,16 +99,16 @@ def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-# A thread writes checkpoints while the training goes on. best.json names the best checkpoint.
+# A thread writes checkpoints while training continues. best.json names the best checkpoint.
 
 
 class Keeper:
     """A writer of a run's checkpoints; all processes of the run save together.
 
-    Training waits only until a state has been copied to the host. A thread then writes the
-    copy. If the write fails, a run of one process raises the error after the next step. In
-    a run of several processes, all must raise it together. They do so at the next save or
-    at the end, where each process learns whether another one has failed.
+    Training waits only until a state has been copied to the host. A thread then writes the copy. If
+    the write fails, a run of one process raises the error after the next step. The processes of a
+    larger run must all fail together, so they raise it at the next save or at the end, where each
+    process learns whether another one has failed.
     """
 
     def __init__(self, job: Job, opened: ExitStack) -> None:
@@ -114,18 +116,18 @@ class Keeper:
         self._place = job.run.place()
 
     def check(self) -> None:
-        """Raises the error of the last write if it has failed and the run has one process."""
+        """Raises the error of the last write if that failed and the run has one process."""
         if self._job.hosts.count == 1:
             self._writer.check()
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is written; raises the error of a write that failed."""
+        """Waits until the last checkpoint is written; raises the error if the write failed."""
         self._job.hosts.together("the checkpoint", self._writer.wait)
 
     def save(self, state: Any, step: int, architecture: Sequence[str], seen: Evaluations) -> None:
         """Begins a checkpoint of the state and of the position in the data.
 
-        Once the checkpoint is complete, older ones that the run need not keep are deleted.
+        When the checkpoint is complete, older checkpoints that the run need not keep are deleted.
 
         Args:
             state: the state after the step.
@@ -134,12 +136,12 @@ class Keeper:
             seen: the evaluations so far.
 
         Raises:
-            ValueError: a parameter is NaN, or the folder of the run is gone. No checkpoint is
-                written or deleted then.
+            ValueError: a parameter is NaN, or the folder of the run is gone. Then no checkpoint is
+                written or deleted.
         """
         self.finish()  # so that the host never holds two copies of a state
         job = self._job
-        # The position in the data is part of the checkpoint, so that it always fits the state.
+        # The checkpoint includes the position in the data, so that both always match.
         extra: dict[str, Any] = {
             "step": step,
             "data": job.data.train.get_state(),
@@ -159,14 +161,14 @@ class Keeper:
         if run.place() != self._place:
             path = run.path.absolute()
             raise ValueError(
-                f"{path} was moved away while the run was at work: the state after step {step} is "
-                "not saved. Move it back there, or name where it is now with --run-dir: --resume "
-                "goes on from its last checkpoint"
+                f"{path} was moved or deleted during the run, so the state after step {step} is "
+                "not saved. To continue from its last checkpoint, move the folder back or give its "
+                "new path by --run-dir, and use --resume"
             )
         if lost := next(nan_leaves(copied.arrays["parameter"]), None):
             raise ValueError(
-                f"after step {step} parameter '{lost}' is NaN: the state is not saved. The "
-                "checkpoints before it are whole; a lower learning rate may help"
+                f"after step {step} parameter '{lost}' is NaN: the state is not saved. Earlier "
+                "checkpoints are intact; a lower learning rate may help"
             )
 
     def _write(self, copied: Snapshot, step: int, seen: Evaluations) -> None:
@@ -177,8 +179,8 @@ class Keeper:
 def tidy(job: Job, seen: Evaluations) -> None:
     """Writes best.json, and deletes the checkpoints that the run need not keep.
 
-    The run keeps its last `--keep` checkpoints and the best one. Incomplete checkpoints, which a
-    killed run leaves, are deleted, too. Only the first process does this.
+    The run keeps its last `--keep` checkpoints and the best one. Incomplete checkpoints of a killed
+    run are also deleted. Only the first process does this.
 
     Args:
         job: the run.
@@ -196,6 +198,6 @@ def tidy(job: Job, seen: Evaluations) -> None:
         }
         replace_text(job.run.best, json.dumps(saved, indent=1) + "\n")
     else:
-        # A file of an earlier start may name a checkpoint that has been moved away since.
+        # best.json of an earlier start may name a checkpoint that has been moved away since.
         job.run.best.unlink(missing_ok=True)
     job.run.prune(job.options.keep, seen.best_step)

@@ -1,4 +1,4 @@
-"""Writes the outputs of a command: files, whose paths are checked first, and what is printed."""
+"""The outputs of a command: files, whose paths are checked first, and printed progress."""
 
 import logging
 import os
@@ -28,9 +28,9 @@ from jvpipe.util.paths import path_names
 def check_outputs(
     outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
 ) -> None:
-    """Raises ValueError unless a file can be written at each path; changes no file.
+    """Raises ValueError unless a file can be written at each path.
 
-    Two options must not name the same file.
+    No file is changed. Two options must not name the same file.
 
     Args:
         outputs: the paths of files to write, by option; None if an option is not given.
@@ -42,7 +42,7 @@ def check_outputs(
     """
     taken: dict[Path, str] = {}
     for option, path in (inputs or {}).items():
-        # A path with a null byte names no file. Whoever reads the input will say so.
+        # A path with a null byte is invalid. Reading the input raises the error for it.
         if path and "\0" not in path:
             taken[Path(path).resolve()] = option
     for option, path in outputs.items():
@@ -53,7 +53,7 @@ def check_outputs(
         file = Path(path).resolve()
         if file in taken:
             raise ValueError(
-                f"{option} {path}: this is the file of {taken[file]}: give another path"
+                f"{option} {path}: {taken[file]} names the same file; give another path"
             )
         taken[file] = option
 
@@ -62,7 +62,7 @@ def check_figure(path: str) -> None:
     """Checks that `--figure` can be drawn to a path.
 
     Raises:
-        ValueError: no file can be written there, or the ending of its name is not that of a format.
+        ValueError: no file can be written there, or its suffix is not the suffix of a format.
         MissingExtraError: the package that draws is not installed.
     """
     with extra("figures"):
@@ -73,17 +73,17 @@ def check_figure(path: str) -> None:
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[Path]:
-    """Yields the path of an output; an OSError inside gets a message that names the option."""
+    """Yields the path of an output, and adds the option to the message of an OSError inside."""
     try:
         yield Path(path)
     except OSError as error:
         raise OSError(
-            f"{option} {path}: this cannot be written ({error.strerror or error})"
+            f"{option} {path}: the file cannot be written ({error.strerror or error})"
         ) from None
 
 
 def _reason(path: str) -> str | None:
-    """Returns the reason why no file can be written at a path; None if one can be."""
+    """Returns the reason why no file can be written at a path; None if a file can be written."""
     file = Path(path)
     try:
         if file.is_dir():
@@ -91,16 +91,16 @@ def _reason(path: str) -> str | None:
         if not file.parent.is_dir():
             return f"there is no folder {file.parent}: make it, or give another path"
         if file.exists() and not file.is_file():
-            return None  # a pipe or a device is not tried, because its other end would notice
+            return None  # opening a pipe or a device would have an effect at its other end
         there = file.exists()
-        # The file is really opened, because its permissions do not show that a disk is read-only.
+        # Opening the file also detects a read-only disk, which permissions do not show.
         with file.open("ab"):
             pass
         if not there:
             file.unlink()
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
-        return f"this cannot be written ({cause}): give another path"
+        return f"the file cannot be written ({cause}): give another path"
     return None
 
 
@@ -108,9 +108,9 @@ def _reason(path: str) -> str | None:
 
 
 def parameter_names(params: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a pytree by name; a name is the path of the leaf, with dots.
+    """Returns the leaves of a pytree by name: the path of each leaf, with dots between its keys.
 
-    All names are different: if dots in keys make two names equal, `path_names` escapes the dots.
+    All names are different. If dots in keys make two names equal, `path_names` escapes these dots.
 
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
@@ -123,31 +123,33 @@ def parameter_names(params: PyTree) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises ValueError if `--export` surely cannot write a safetensors file at a path."""
+    """Raises ValueError if `--export` certainly cannot write a safetensors file at a path."""
     if not path.parent.is_dir():
-        raise ValueError(f"--export {path}: there is no folder {path.parent}")
+        raise ValueError(f"--export {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
         raise ValueError(
             f"--export {path} is a folder: name a file in it, such as {path / 'model.safetensors'}"
         )
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--export {path}: nothing can be written to {path.parent}")
+        raise ValueError(
+            f"--export {path}: the folder {path.parent} is not writable; name another one"
+        )
     if path.suffix != ".safetensors":
         raise ValueError(
-            f"--export {path}: parameters are written as safetensors, name it "
+            f"--export {path}: parameters are written in the format safetensors; name the file "
             f"{path.stem}.safetensors"
         )
 
 
 def check_new_folder(path: Path) -> None:
-    """Raises ValueError if `--export-weights` surely cannot make a folder at a path."""
+    """Raises ValueError if `--export-weights` certainly cannot make a folder at a path."""
     flag = f"--export-weights {path}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{flag} exists already: name a new folder, or an empty one")
     if not path.parent.is_dir():
-        raise ValueError(f"{flag}: there is no folder {path.parent}")
+        raise ValueError(f"{flag}: there is no folder {path.parent}; make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{flag}: nothing can be written there")
+        raise ValueError(f"{flag}: you have no permission to write there; name another folder")
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:
@@ -158,8 +160,8 @@ def write_safetensors(path: Path, params: PyTree) -> None:
     """
     leaves = parameter_names(params)
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
-    # The file gets its name only when it is complete. Renaming is atomic, so no other program ever
-    # reads a part of the file.
+    # The file gets its final name only when it is complete. Renaming is atomic, so no other program
+    # ever reads an incomplete file.
     draft = path.with_name(path.name + ".draft")
     try:
         array_file.save(draft, arrays)
@@ -169,7 +171,7 @@ def write_safetensors(path: Path, params: PyTree) -> None:
         raise OSError(f"cannot write {path}: {problem}") from problem
 
 
-# While a command works, it prints lines to stdout or shows a display on stderr (see `Speech`).
+# A running command prints lines to stdout or shows a display on stderr (see `Speech`).
 
 _log = logging.getLogger("jvpipe")
 
@@ -210,16 +212,16 @@ class Speech:
         self._opened.close()
 
     def doing(self, what: str) -> None:
-        """Prints, as a line on stdout, what the command does now."""
+        """Prints the command's current activity as a line on stdout."""
         if self._lines:
             self._lines.doing(what)
 
     def training(self, total: int, first: int) -> TrainingDisplay:
-        """Returns the display of a training; it is a context manager, and visible while open.
+        """Returns the display of a training, a context manager; the display is visible while open.
 
         Args:
             total: the number of the last step.
-            first: the number of steps that are done.
+            first: the number of finished steps.
         """
         self._total = total
         self._display = TrainingDisplay(total, first, self._screen)
@@ -239,7 +241,7 @@ class Speech:
 
 
 def rows_by_device(pipe: Pipeline) -> dict[str, DeviceRow]:
-    """Returns the present layers and the memory limit of each device, by the device's name."""
+    """Returns the current layers and the memory limit of each device, by the device's name."""
     layers = defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
         for device in stage.devices:
@@ -262,12 +264,12 @@ def _heard(level: int, handlers: Sequence[logging.Handler]) -> Iterator[None]:
     """Sends the log of jvpipe to handlers while the context is open.
 
     Args:
-        level: the lowest level that is sent; a handler may have a higher level of its own.
+        level: the lowest level that is sent; a handler may filter by a higher level.
         handlers: the handlers.
     """
     level_before, propagate = _log.level, _log.propagate
     _log.setLevel(level)
-    _log.propagate = False  # a handler at the root, of another library, would print the log again
+    _log.propagate = False  # another library's root handler would print the log a second time
     for handler in handlers:
         _log.addHandler(handler)
     try:

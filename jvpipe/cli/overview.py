@@ -1,4 +1,4 @@
-"""Runs `python -m jvpipe`: prints an overview of the commands, or runs one of them."""
+"""The command `python -m jvpipe`, which prints an overview of the commands or runs one of them."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ _OPTIONS = {"train": TrainOptions, "plan": plan_command.PlanOptions}
 
 
 def _print_completion(arguments: Sequence[str]) -> int:
-    """Prints the script for completion in a shell; returns the exit code."""
+    """Prints the completion script of a shell; returns the exit code."""
     try:
         (shell,) = arguments
         print(completion(shell, _OPTIONS))
@@ -35,9 +35,9 @@ _COMMANDS = {
     "completion": _print_completion,
 }
 _OVERVIEW = """\
-python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
-python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs
-jvpipe completion bash                                   prints a script for completion in bash, zsh or tcsh
+python -m jvpipe train --model bert --stages 2     trains a pipeline on this machine's devices
+python -m jvpipe plan --model bert --size large    plans for other hardware; runs no model
+jvpipe completion bash                             prints completions for bash, zsh or tcsh
 python -m jvpipe train --help, python -m jvpipe plan --help
 """
 
@@ -60,11 +60,11 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str:
-    """Returns a script with which a shell completes command lines of `jvpipe`.
+    """Returns the script with which a shell completes command lines of `jvpipe`.
 
     Args:
         shell: one of `SHELLS`.
-        commands: for each command by name, the dataclass that defines its options.
+        commands: by the name of each command, the dataclass that defines its options.
 
     Raises:
         ValueError: the shell is not one of `SHELLS`.
@@ -74,7 +74,7 @@ def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str
         raise ValueError(did_you_mean("shell", shell, SHELLS))
     with extra("cli"):
         import shtab
-    # shtab reads a parser, so one is made with the subcommands. It parses nothing.
+    # This parser, with a subparser for each command, exists only for shtab. It parses nothing.
     whole = argparse.ArgumentParser(prog="jvpipe")
     inner = whole.add_subparsers()
     for command, holder in commands.items():
@@ -87,12 +87,12 @@ def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str
 
 
 def _complete(action: Any, file: Mapping[str, Any], folder: Mapping[str, Any]) -> None:
-    """Sets what a shell offers after an option: names that jvpipe defines, files or folders.
+    """Sets the completions of an option's value: names that jvpipe defines, files or folders.
 
     Args:
-        action: the option, as argparse holds it.
-        file: the value by which shtab offers files.
-        folder: the value by which shtab offers folders.
+        action: the argparse action of the option.
+        file: shtab's constant for completing files.
+        folder: shtab's constant for completing folders.
     """
     action.choices = names_by_option().get(action.dest)
     if action.metavar in ("FILE", "PATH"):

@@ -1,7 +1,7 @@
-"""Finds the model that `--model` names, which is jvpipe's, an installed package's or the user's.
+"""The lookup of the model that `--model` names: jvpipe's, an installed package's or the user's.
 
-A user's model is any object with the members in `_MUST`. It is checked, other members that
-it lacks get defaults (`completed`), and its batches become the data of a run (`own_data`).
+A user's model is any object with the members in `_MUST`. `completed` checks the model and adds
+defaults for other members that it lacks. Its batches become the data of a run (`own_data`).
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ Tree = Any
 def own_data(
     where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> models.Data:
-    """Opens the data of a user's model: what its functions `batches` and `held_out` return.
+    """Opens the data of a user's model: the results of its functions `batches` and `held_out`.
 
     Args:
         where: the value of `--model`, for messages.
         model: the user's model.
-        data_path: the path of `--data`, which must be None, because such a model does not read it.
-        run_dir: the folder of the run, in which such a model keeps no files.
+        data_path: the path of `--data`; must be None, because a user's model does not read it.
+        run_dir: the folder of the run; not used, because a user's model keeps no files there.
         seed: the seed of the batches.
         batch_size: the number of examples in a batch.
 
@@ -54,7 +54,8 @@ def own_data(
     """
     if data_path is not None:
         raise ValueError(
-            f"--data {data_path} is for jvpipe's own models; {where} gives its batches itself"
+            f"--data {data_path} is for jvpipe's own models; {where} makes its own batches, so "
+            "leave --data out"
         )
     train, first = _begun(where, model, seed, batch_size)
     held_out = tuple(model.held_out()) if hasattr(model, "held_out") else ()
@@ -66,14 +67,14 @@ def shapes(where: str, model: Any, batch_size: int) -> Tree:
 
     Args:
         where: the value of `--model`, for messages.
-        model: the user's model, whose first batch is made.
+        model: the user's model; its first batch is made.
         batch_size: the number of examples in a batch.
     """
     return abstract(_begun(where, model, 0, batch_size)[1], "batch leaf")
 
 
 def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple[UserBatches, Tree]:
-    """Begins a model's stream of batches; returns the stream, and the batch that it yields first.
+    """Begins a model's stream of batches; returns the stream and the first batch that it yields.
 
     Raises:
         ValueError: the first batch does not have `batch_size` examples.
@@ -85,8 +86,8 @@ def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple[UserBatc
     if sizes != {(batch_size,)}:
         counts = sorted(size[0] if size else 0 for size in sizes)
         raise ValueError(
-            f"{called} gives arrays whose first axis is {counts}: it counts the examples, "
-            f"{batch_size}"
+            f"{called} gives arrays whose first axis is {counts}: it must be the number of "
+            f"examples, {batch_size}"
         )
     return batches, first
 
@@ -94,7 +95,8 @@ def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple[UserBatc
 def digest_of(batch: Tree) -> str:
     """Computes the SHA-256 of a batch: of its containers, its shapes and the bytes of its leaves.
 
-    >>> digest_of({"x": np.zeros(2)}) == digest_of({"x": np.zeros(2)}) != digest_of({"x": np.ones(2)})
+    >>> zeros, ones = {"x": np.zeros(2)}, {"x": np.ones(2)}
+    >>> digest_of(zeros) == digest_of({"x": np.zeros(2)}) != digest_of(ones)
     True
     """
     digest = hashlib.sha256(str(shapes_of(batch)).encode())
@@ -103,7 +105,7 @@ def digest_of(batch: Tree) -> str:
     return digest.hexdigest()
 
 
-# A user's model is checked. Members that it may lack get defaults.
+# The functions below check a user's model, and add defaults for optional members.
 
 _MUST = {
     "loss_fn": "a function of (params, batch, rng) that gives the loss",
@@ -117,7 +119,7 @@ _MAY = {
     "held_out": (),
     "initial_state": (),
 }
-"""The functions that a model may have, with the names of the arguments that they get."""
+"""The functions that a model may have, with the names of their arguments."""
 _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
 """The defaults of a model: examples in a batch, steps of a run, and the highest learning rate."""
 
@@ -131,7 +133,7 @@ def completed(
         where: the value of `--model`, for messages.
         name: the name of the model.
         value: the model, or a class that makes the model when called without arguments.
-        size: the name of one of the model's `sizes`; None for the model as it is.
+        size: the name of one of the model's `sizes`; None for the model itself.
         options: values that replace fields of the model, which must then be a dataclass.
 
     Raises:
@@ -169,8 +171,8 @@ def completed(
 def _optimizer_of(model: Any, updates: int, local: bool = False) -> Any:
     """Returns the optimizer of a user's model.
 
-    `local` asks for an optimizer that fits asynchronous schedules. A user's optimizer ignores the
-    request, and the pipeline checks whether the optimizer fits.
+    `local` requests an optimizer that suits asynchronous schedules. It is ignored here, because the
+    pipeline checks whether a user's optimizer suits the schedule.
     """
     return model.optimizer(updates)
 
@@ -195,7 +197,7 @@ def _check_members(where: str, model: Any) -> None:
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Makes the message of a ValueError inside the context begin with the value of `--model`."""
+    """Puts the value of `--model` before the message of a ValueError inside the context."""
     try:
         yield
     except ValueError as problem:
@@ -203,7 +205,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _sized(name: str, named: Any, size: str | None) -> Any:
-    """Returns an object, or what a class makes; if a size is given, the model of that size."""
+    """Returns a model, or its variant of a given size; a class is called to make the model."""
     model = _made(named)
     if size is None:
         return model
@@ -211,12 +213,12 @@ def _sized(name: str, named: Any, size: str | None) -> Any:
     if size in sizes:
         return _made(sizes[size])
     if not sizes:
-        raise ValueError(f"it has no sizes, so none is called {size}")
+        raise ValueError(f"it has no sizes, so leave out --size {size}")
     raise ValueError(did_you_mean(f"size of {name}", size, list(sizes)))
 
 
 def _made(named: Any) -> Any:
-    """Returns an object as it is; if it is a class, calls it without arguments."""
+    """Returns an object, or the result of calling a class without arguments."""
     if not isinstance(named, type):
         return named
     try:
@@ -224,7 +226,7 @@ def _made(named: Any) -> Any:
     except TypeError as problem:
         kind = named.__name__
         raise ValueError(
-            f"the class {kind} is not made without arguments ({problem}): give them "
+            f"the class {kind} cannot be called without arguments ({problem}): give its arguments "
             f"defaults, or name an object, such as mine = {kind}(...)"
         ) from problem
 
@@ -237,16 +239,16 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
     if not dataclasses.is_dataclass(model):
         name, value = next(iter(options.items()))
         raise ValueError(
-            f"{name}={value} replaces the field of a dataclass, and {kind} is not one: make it "
-            f"one, or leave {name} out"
+            f"{name}={value} needs a model that is a dataclass, but {kind} is not: make it a "
+            f"dataclass, or leave {name} out"
         )
     return with_fields(kind, model, options)
 
 
 def _check(model: Any, *, has_state: bool) -> None:
-    """Raises ValueError if a function of a model is missing or does not take its arguments."""
+    """Raises ValueError if a function of a model is missing or takes other arguments."""
     if has_state and not hasattr(model, "initial_state"):
-        raise ValueError("has_state needs initial_state(), a function that gives the first state")
+        raise ValueError("has_state needs initial_state(), a function that returns the first state")
     check_loss(model.loss_fn, has_state=has_state)
     taken = {"init": ("key",), "batches": ("seed", "batch_size")}
     taken |= {name: arguments for name, arguments in _MAY.items() if hasattr(model, name)}
@@ -257,7 +259,7 @@ def _check(model: Any, *, has_state: bool) -> None:
 def _check_call(name: str, function: Any, arguments: tuple[str, ...]) -> None:
     call = f"{name}({', '.join(arguments)})"
     if not callable(function):
-        raise ValueError(f"{call} should be a function, it is {function!r}")
+        raise ValueError(f"{call} should be a function, but it is {function!r}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a callable without a signature, such as one written in C
@@ -265,14 +267,14 @@ def _check_call(name: str, function: Any, arguments: tuple[str, ...]) -> None:
     try:
         signature.bind(*arguments)
     except TypeError as problem:
-        raise ValueError(f"{name}{signature} is called as {call}: {problem}") from problem
+        raise ValueError(f"{name}{signature} must accept the call {call}: {problem}") from problem
 
 
-# The value of `--model` is looked up: first among jvpipe's models, then among those of installed
-# packages, and then as an object in a file or a module.
+# The value of `--model` is looked up first among jvpipe's models, then among the models of
+# installed packages, and then as an object in a file or a module.
 
 ENTRY_POINTS = "jvpipe.models"
-"""The group of entry points by which installed packages announce their models."""
+"""The group of entry points by which installed packages register their models."""
 
 
 def find_model(
@@ -281,9 +283,10 @@ def find_model(
     """Finds the model that a command line names.
 
     Args:
-        name: a model of jvpipe such as `bert`, or a name that an installed package announces in the
+        name: a model of jvpipe such as `bert`, or a name that an installed package registers in the
             group `jvpipe.models`, or `file.py:name`, or `package.module:name`.
-        size: one of the model's sizes; None for the smallest of jvpipe's, or the object as it is.
+        size: one of the model's sizes; by default the smallest size of jvpipe's model, or the
+            user's model itself.
         fields: values that replace fields of the model, such as `dtype`; texts are converted to the
             type of the field, and None is ignored.
 
@@ -295,7 +298,7 @@ def find_model(
     >>> find_model("bert.py")
     Traceback (most recent call last):
     ...
-    ValueError: --model bert.py: say which object of the file it is, bert.py:NAME
+    ValueError: --model bert.py: name an object in the file, as in bert.py:NAME
     """
     options = {name: value for name, value in (fields or {}).items() if value is not None}
     if name in models.NAMES:
@@ -305,10 +308,10 @@ def find_model(
         return completed(name, name, _loaded(name, announced[name].load), size, options)
     where, colon, attribute = name.rpartition(":")
     if not colon and (name.endswith(".py") or "/" in name):
-        raise ValueError(f"--model {name}: say which object of the file it is, {name}:NAME")
+        raise ValueError(f"--model {name}: name an object in the file, as in {name}:NAME")
     if not colon:
         unknown = did_you_mean("model", name, [*models.NAMES, *announced])
-        raise ValueError(f"{unknown}; one of your own is file.py:NAME or package.module:NAME")
+        raise ValueError(f"{unknown}; for your own model, give file.py:NAME or package.module:NAME")
     if where.endswith(".py"):
         module = _loaded(name, lambda: _of_file(Path(where)))
     else:
@@ -317,18 +320,18 @@ def find_model(
 
 
 def is_installed(name: str) -> bool:
-    """Tells whether a model belongs to jvpipe or is announced by an installed package."""
+    """Tells whether a model belongs to jvpipe or an installed package registers it."""
     return name in models.NAMES or name in entry_points(group=ENTRY_POINTS).names
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Imports a file as a module; the module may import other files of its folder."""
+    """Imports a file as a module, which may import other files of its folder."""
     file = path.resolve()
     if not file.is_file():
         raise ValueError("there is no such file")
     name = f"{file.stem}_of_{file.parent.name}"
-    # The file is imported only once. A second import would make its classes again, and an
-    # object of a class from the first import would not be an instance of the new class.
+    # The file is imported only once. A second import would define its classes again, and objects
+    # from the first import would not be instances of the new classes.
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(file):
         return loaded
@@ -337,7 +340,7 @@ def _of_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
-    # The module enters `sys.modules` before it runs, because dataclasses look it up there.
+    # The module is added to `sys.modules` before it runs, because dataclasses look it up there.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -359,7 +362,7 @@ def _loaded(name: str, load: Any) -> Any:
 
 
 def _line_of(name: str, problem: Exception) -> str:
-    """Writes which line of the user's file led to an error; empty if none did."""
+    """Returns a text with the line of the user's file that led to an error; empty if none did."""
     file = Path(name.rpartition(":")[0]).name
     frames = traceback.extract_tb(problem.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == file]
@@ -374,7 +377,7 @@ def _member(name: str, module: ModuleType, attribute: str) -> Any:
     models_there = [
         other for other, value in public.items() if all(hasattr(value, must) for must in _MUST)
     ]
-    suggestion = f"there is no {attribute}, nor any other model"
+    suggestion = f"there is no {attribute}, and no other model"
     if models_there:
         suggestion = did_you_mean("name", attribute, models_there)
     where = name.removesuffix(f":{attribute}")

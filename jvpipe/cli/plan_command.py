@@ -1,4 +1,4 @@
-"""Runs `python -m jvpipe.plan`: plans a model at its real size, or a graph file; runs no model."""
+"""The command `python -m jvpipe.plan`, which plans a model or a graph file without running it."""
 
 import json
 import sys
@@ -43,56 +43,58 @@ class PlanOptions(ModelOptions):
     taker: ClassVar[Taker] = PLAN
 
     model: str | None = name_option(
-        "Which model, as `python -m jvpipe.train` takes it; its parameters are never made.",
+        "The model, as for `python -m jvpipe.train`; its parameters are never allocated.",
         "model",
     )
     graph: str | None = path_option(
-        "In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning.",
+        "In place of a model: a graph.txt of PipeDream, or a JSON file of dnn-partitioning.",
         "model",
         "file",
     )
     compare: str | None = option(
         None,
         planner_names,
-        "Compares several planners: `all`, or names with commas between them.",
+        "Compares several planners: `all`, or names separated by commas.",
         "pipeline",
         "planners",
     )
     target: str | None = option(
         None,
         checked_target,
-        "With --compile: compiles for another device than the hardware's, such as h200 or v5e:4x4.",
+        "With --compile: the device to compile for, such as h200 or v5e:4x4, if it is not that of "
+        "the hardware.",
         "memory",
         "target",
     )
     export: str | None = option(
         None,
         lambda flag, value: find_format(value.partition(":")[0]),
-        "FORMAT[:FILE] writes the plan for another system: megatron, torchtitan, torch-csv, "
-        "maxtext or jaxpp. Without a file it goes to stdout.",
+        "Writes the plan for another system, to a file or to stdout. Formats: megatron, "
+        "torchtitan, torch-csv, maxtext, jaxpp.",
         "run",
         "FORMAT[:FILE]",
     )
     lossy: bool = flag_option(
-        "With --export: writes the nearest plan that the format can express; a comment says what "
-        "is lost.",
+        "With --export: writes the nearest plan that the format can express, with a comment on "
+        "what is lost.",
         "run",
     )
     import_: str | None = option(
         None,
         lambda flag, value: read_import(flag, value),
-        "FORMAT:FILE simulates the layout of another system beside the plan.",
+        "Simulates the layout in another system's file, and compares it with the plan. The formats "
+        "are those of --export.",
         "run",
         "FORMAT:FILE",
     )
     json: str | None = path_option(
-        "Writes the plan to this file; with several planners all their plans, the best first.",
+        "Writes the plan to this file; with several planners, all their plans, the best first.",
         "run",
         "file",
     )
     timeline: str | None = path_option(
-        "Writes the simulated timeline to this file, for Perfetto; with several planners that of "
-        "the best plan.",
+        "Writes the simulated timeline to this file, for Perfetto; with several planners, the "
+        "timeline of the best plan.",
         "run",
         "file",
     )
@@ -101,14 +103,14 @@ class PlanOptions(ModelOptions):
         """Checks the options before any work is done; returns the names of the planners to ask.
 
         Raises:
-            ValueError: an option is impossible or contradicts another.
+            ValueError: an option has an impossible value or contradicts another option.
         """
         if (self.model is None) == (self.graph is None):
             raise ValueError("give one of --model and --graph")
         if self.graph is not None:
             self._refuse_options_of_models()
         if self.target is not None and not self.compile:
-            raise ValueError(f"--target {self.target} is for --compile: give both")
+            raise ValueError(f"--target {self.target} needs --compile: give both")
         check_each(self)
         schedule = find_schedule(self.schedule)
         names = planner_names("--compare", self.compare or [self.planner])
@@ -121,11 +123,11 @@ class PlanOptions(ModelOptions):
             stages = self.stages or USUAL_STAGES
             schedule.check(stages, self.microbatches or USUAL_MICROBATCHES)
             limits_of_each(parse_limits(self.memory_limit), stages)
-        # `--export FORMAT` without a file writes to stdout, where nothing needs to be checked.
+        # `--export FORMAT` without a file writes to stdout, which needs no check.
         target = (self.export or "").partition(":")[2]
         source = (self.import_ or "").partition(":")[2]
         if self.lossy and not self.export:
-            raise ValueError("--lossy is for --export: give a format")
+            raise ValueError("--lossy is for --export: give --export with a format")
         outputs = {
             "--json": self.json,
             "--timeline": self.timeline,
@@ -143,13 +145,14 @@ class PlanOptions(ModelOptions):
         return names
 
     def _refuse_options_of_models(self) -> None:
-        """Raises ValueError if an option is given that is for models only."""
+        """Raises ValueError if one of the options for models is given."""
         for name in _OF_MODELS:
             if value := getattr(self, name):
                 shown = " ".join(value) if isinstance(value, tuple) else value
                 flag = options_of(PlanOptions)[name].flag
                 raise ValueError(
-                    f"{flag} {shown} is for a --model; a --graph has its own: leave it out"
+                    f"{flag} {shown} is for --model and cannot change the graph file of --graph: "
+                    "leave it out"
                 )
 
 
@@ -166,14 +169,14 @@ _OF_MODELS = (
     "frozen",
     "state_fates",
 )
-"""The options for models only, which cannot be given with a graph file."""
+"""The options that need a model and cannot be given with a graph file."""
 
 
 def read_import(flag: str, text: str) -> tuple[str, str]:
-    """Returns the format that --import names, and the text of the file that it names.
+    """Returns the format and the content of the file that --import names.
 
     Raises:
-        ValueError: the format is unknown, or the file is not named, cannot be read or is not text.
+        ValueError: the format is unknown, or the file is missing, unreadable or not text.
     """
     format, _, file = text.partition(":")
     find_format(format)
@@ -182,21 +185,21 @@ def read_import(flag: str, text: str) -> tuple[str, str]:
     try:
         return format, Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{flag} {text}: this cannot be read ({error.strerror})") from None
+        raise ValueError(f"{flag} {text}: the file cannot be read ({error.strerror})") from None
     except ValueError:
-        raise ValueError(f"{flag} {text}: this is not a file of text") from None
+        raise ValueError(f"{flag} {text}: the file is not a text file in UTF-8") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 2 for a user's mistake, 1 if no plan fits."""
+    """Runs the command; returns the exit code, which is 2 for a mistake and 1 if no plan fits."""
     try:
         options = PlanOptions(**read_options(PlanOptions, arguments, "jvpipe.plan"))
         names = options.check()
         forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
-    # An exported plan without a file goes to stdout, so that it can be piped. Then stdout must hold
-    # nothing else.
+    # An exported plan without a file goes to stdout, so that it can be piped. So all other output
+    # then goes to stderr.
     piped = options.export is not None and not options.export.partition(":")[2]
     forecast.show(Console(width=160, stderr=piped))
     if not forecast.fits:
@@ -210,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _planned(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners about the model or the graph; shows the progress if programs are compiled."""
+    """Plans the model or the graph; shows the progress if programs are compiled."""
     stay_on_cpus()
     if options.graph is not None:
         return of_graph(options, names)
@@ -227,7 +230,7 @@ def _error(mistake: Exception) -> int:
 
 
 def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners about a model at its real size."""
+    """Plans a model at its real size."""
     workload = find_model(str(options.model), options.size, fields_of(options))
     arguments = passed(options, PLAN_FOR)
     arguments["compile"] = options.target or options.compile
@@ -237,7 +240,7 @@ def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """Asks planners about a graph file; options replace the memory limit and link in the file."""
+    """Plans a graph file; options replace the memory limit and the link speed in the file."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
     stages = options.stages or USUAL_STAGES
@@ -260,10 +263,13 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def _exchange(options: PlanOptions, forecast: Forecast) -> None:
-    """Compares the plan with that of --import, and writes it as --export asks."""
+    """Compares the plan with the layout of --import, and writes it in the format of --export."""
     if options.import_ is not None:
         if forecast.problem.replicated or forecast.problem.costs.outline is None:
-            raise ValueError(f"--import {options.import_} is for a --model with a device per stage")
+            raise ValueError(
+                f"--import {options.import_} needs a --model, and stages of one device each: leave "
+                "out --graph, --devices and --replicas"
+            )
         format, text = read_import("--import", options.import_)
         try:
             plan = find_format(format).load(text, forecast.problem.costs.outline)

@@ -1,6 +1,6 @@
-"""Connects the processes of a run, exchanges their metrics after each step, watches and ends them.
+"""The processes of a run: connecting, exchanging metrics after each step, watching and ending.
 
-The processes meet by the protocol of runtime/engine/meeting.py. An exchange waits for all
+The processes connect by the protocol of runtime/engine/meeting.py. An exchange waits for all
 processes, so all of them must make the same exchanges in the same order.
 """
 
@@ -35,7 +35,7 @@ from jvpipe.trace.digests import digest
 from jvpipe.util.given import checked_address
 
 Own = tuple[StepMetrics, Busy]
-"""What one process measured of a step: the metrics, and how busy its devices were."""
+"""One process's measurements of a step: the metrics, and how busy its devices were."""
 
 
 def shared(
@@ -46,7 +46,7 @@ def shared(
     Args:
         hosts: this process and the others.
         signum: the number of the signal that this process has received, if any.
-        ours: what this process measured of a step; None if there is no step to report.
+        ours: this process's measurements of a step; None if there is no step to report.
 
     Returns:
         The number of a signal that some process has received, or None; and the metrics of the step
@@ -54,7 +54,7 @@ def shared(
     """
     if hosts.count == 1:
         return signum, ours and ours[0]
-    # The signal travels together with the metrics, so that each step costs only one exchange.
+    # The signal is sent together with the metrics, so that each step costs only one exchange.
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
     answers = _exchanged(hosts, "step", mine)
     heard = next((answer for answer, _ in answers if answer is not None), None)
@@ -65,7 +65,7 @@ def shared(
 
 
 def _exchanged(hosts: Hosts, topic: str, mine: Any) -> list[Any]:
-    """Exchanges values that JSON can hold; returns those of all processes, in their order."""
+    """Exchanges JSON values; returns the values of all processes, in process order."""
     answers = hosts.exchange(topic, json.dumps(mine).encode())
     return [json.loads(answer) for answer in answers]
 
@@ -80,12 +80,12 @@ _JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "copy_exposed_s": sum,
     "recomputed_s": sum,
 }
-"""How the numbers of all processes become one. The time and the rates of a step are those of the
+"""How the metrics of all processes are joined. The time and the rates of a step are those of the
 slowest process. Bytes are summed, and so are the seconds of copying and recomputing."""
 
 
 def _merged(ours: StepMetrics, measured: Sequence[tuple[Mapping[str, Any], Busy]]) -> StepMetrics:
-    """Joins what all processes measured of a step; entries that are equal in all come from `ours`.
+    """Joins the measurements of all processes; metrics that are equal in all come from `ours`.
 
     Args:
         ours: the metrics that this process measured.
@@ -117,8 +117,7 @@ def _merged(ours: StepMetrics, measured: Sequence[tuple[Mapping[str, Any], Busy]
 def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     """Joins the pictures of all processes, whose clocks differ, into one picture.
 
-    All processes leave an exchange at nearly the same time. This time becomes the zero of all
-    clocks.
+    All processes leave an exchange at nearly the same time, which becomes time 0 in the picture.
     """
     if hosts.count == 1:
         return picture
@@ -140,12 +139,12 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
 
 
 def _span(row: Sequence[Any]) -> Span:
-    """Returns a span that came as a list, in which JSON has made its kind a text."""
+    """Returns a span from its JSON list, in which the kind is a text."""
     device, name, start_s, end_s, kind, args = row
     return Span(device, name, start_s, end_s, Kind(kind), args)
 
 
-# How the processes of a run meet, are watched while they train, and end.
+# The functions below connect the processes of a run, watch them during training, and end them.
 
 
 def join(options: TrainOptions) -> Hosts:
@@ -154,21 +153,21 @@ def join(options: TrainOptions) -> Hosts:
     It must be called before JAX makes any device.
 
     Raises:
-        ValueError: the options do not say where the processes meet, process 0 does not answer, or
-            the processes have different options or secrets.
-        HostLost: a process does not come in time, or this process's number is taken.
-        SystemExit: the user stops the command before all have come.
+        ValueError: options about processes are missing or wrong, process 0 does not answer, or the
+            processes have different options or secrets.
+        HostLost: a process does not connect in time, or this process's number is taken.
+        SystemExit: the user stops the command before all processes have connected.
     """
     secret = read_secret(options.secret_file)
     try:
         met = _of_cluster(secret) if options.distributed else _meeting(options, secret)
     except KeyboardInterrupt as stop:
-        print("stopped before all processes had come", file=sys.stderr)
+        print("stopped before all processes had connected", file=sys.stderr)
         raise SystemExit(ExitCode.STOPPED + signal.SIGINT) from stop
     if met is None:
         return ALONE
     where, farewell = met
-    # JAX does not say for which process it waits, so the message names all others.
+    # JAX does not report which process it waits for, so the message names all other processes.
     processes = range(options.num_processes or 0)
     others = [f"process {i}" for i in processes if i != options.process_id]
     awaited = " or ".join(others) or "the others"
@@ -185,8 +184,8 @@ def join(options: TrainOptions) -> Hosts:
         except (ValueError, RuntimeError) as problem:
             reason = str(problem).splitlines()[0]
             raise ValueError(
-                f"the processes cannot connect: {reason} Without a cluster that JAX knows, give "
-                "--coordinator HOST:PORT, --process-id and --num-processes"
+                f"the processes cannot connect: {reason} If JAX does not support your cluster, "
+                "give --coordinator HOST:PORT, --process-id and --num-processes"
             ) from problem
     hosts = present_hosts()
     if hosts is None:
@@ -197,26 +196,24 @@ def join(options: TrainOptions) -> Hosts:
 
 
 Met = tuple[dict[str, Any], Callable[[], None]]
-"""The arguments of `jax.distributed.initialize`, and the farewell. The farewell is a function that
-tells the other processes that this one ends without an error."""
+"""The arguments of `jax.distributed.initialize`, and the farewell: a function that tells the other
+processes that this one ends without an error."""
 
 
 def _of_cluster(secret: bytes) -> Met:
-    """Prepares `--distributed`, with which JAX itself finds the processes, without a meeting.
-
-    There are no arguments, and the farewell does nothing.
-    """
+    """Returns empty arguments and an empty farewell, because JAX itself finds the processes."""
     if secret:
         raise ValueError(
-            "with --distributed the processes meet through JAX, which knows no secret: give "
-            "--coordinator HOST:PORT, --process-id and --num-processes, or no --secret-file"
+            "with --distributed the processes meet through JAX, which does not check a secret: "
+            "give --coordinator HOST:PORT, --process-id and --num-processes, or leave out "
+            "--secret-file"
         )
-    print("waiting for the others", file=sys.stderr)
+    print("waiting for the other processes", file=sys.stderr)
     return {}, lambda: None
 
 
 def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
-    """Holds the meeting of the processes; returns None if there is only one process."""
+    """Takes part in the meeting of the processes; returns None if there is only one process."""
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
     flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
     lacking = [flag for flag, value in flags.items() if value is None]
@@ -224,15 +221,15 @@ def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
         return None
     if coordinator is None or process is None or count is None:
         absent, needed = " and ".join(lacking), ", ".join(flags)
-        raise ValueError(f"{absent} must be given too: several processes need {needed}")
+        raise ValueError(f"{absent} must also be given: several processes need {needed}")
     host, port = checked_address("--coordinator", coordinator)
     if process >= count:
         raise ValueError(
-            f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not "
-            f"{process}"
+            f"--process-id must be from 0 to {count - 1}, because --num-processes is {count}; it "
+            f"is {process}"
         )
-    # Different values would make the processes wait for each other forever once JAX has connected
-    # them. So the values are compared before.
+    # Different values could make the processes wait for each other forever. So the values are
+    # compared before JAX connects the processes.
     values = [*library_versions(), *agreed_options(options), _model_file(options.model)]
     agreed = Given(values, secret)
     plain_host = host.strip("[]")  # an IPv6 address has brackets before a port
@@ -250,16 +247,16 @@ def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
 
 
 def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -> Met:
-    """Opens the meeting as process 0, and waits until all have come.
+    """Opens the meeting as process 0, and waits until all processes have connected.
 
     The arguments in the result have the address at which JAX will connect the processes. The port
-    of the address is reserved, so no other program can take it before JAX does.
+    of this address is reserved, so no other program can take it before JAX does.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
         raise ValueError(
-            f"--coordinator: the host {host} is not known here: {problem.strerror}"
+            f"--coordinator: the host {host} cannot be resolved: {problem.strerror}"
         ) from problem
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -269,14 +266,14 @@ def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -
     except OSError as problem:
         listener.close()
         raise ValueError(
-            f"--coordinator {host}:{port} cannot be opened by process 0: {problem.strerror}; name "
-            "a port that is free on the host where process 0 runs, and that host, or its address "
-            "by --host-address"
+            f"--coordinator {host}:{port} cannot be opened by process 0: {problem.strerror}; give "
+            "the host of process 0 and a port that is free there, or give the address of that "
+            "host by --host-address"
         ) from problem
     here = str(address[0])
     if not agreed.secret and not ip_address(here).is_loopback:
         print(
-            f"warning: whoever reaches {here} can join or end this run: give --secret-file",
+            f"warning: anyone who can reach {here} can join or end this run: give --secret-file",
             file=sys.stderr,
         )
     # This socket stays bound to the port, so that no other program can take it. JAX's server can
@@ -293,10 +290,10 @@ def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -
 
 
 def _model_file(model: str) -> tuple[str, str]:
-    """Returns a name for messages, and the digest of the user's file that has the model.
+    """Returns a name for messages, and the digest of the user's file that defines the model.
 
-    If `--model` names no such file, the digest is empty. Processes compare the digests, because two
-    hosts may have different versions of the file.
+    If `--model` does not name a file, the digest is empty. Processes compare the digests, because
+    two hosts may have different versions of the file.
     """
     file = Path(model.rpartition(":")[0])
     is_file = file.suffix == ".py" and file.is_file()
@@ -310,7 +307,7 @@ def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
 
     The code waits in JAX, where neither an exception nor a signal could interrupt it.
     """
-    message = f"error: not all processes have come within {timeout_s:g} s: JAX waited for {awaited}"
+    message = f"error: not all processes connected in {timeout_s:g} s: JAX waited for {awaited}"
 
     def give_up() -> None:
         print(message, file=sys.stderr, flush=True)
@@ -328,13 +325,13 @@ def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
 class Watch:
     """A context manager that ends this process if another is lost or the run makes no progress.
 
-    It acts only if there are several processes. The training thread cannot be interrupted
-    while it waits for a device, so another thread checks. Before that thread ends the
-    process, it prints the cause as the last line.
+    It acts only if there are several processes. The training thread cannot be interrupted while it
+    waits for a device, so another thread checks. Before that thread ends the process, it prints the
+    cause as the last line.
 
     Args:
         hosts: this process and the others.
-        say: is called, with what the run does next, at each sign of progress.
+        say: is called at each sign of progress, with the next activity of the run.
     """
 
     def __init__(self, hosts: Hosts, say: Callable[[str], None]) -> None:
@@ -343,7 +340,7 @@ class Watch:
         self._at_s, self._doing = time.monotonic(), "before the first step"
 
     def progress(self, doing: str) -> None:
-        """Notes that the run goes on, and what it does next."""
+        """Records that the run makes progress, and its next activity."""
         self._at_s, self._doing = time.monotonic(), doing
         self._say(doing)
 
@@ -358,22 +355,22 @@ class Watch:
     def _look(self) -> None:
         while not self._stopped.wait(PATIENCE.look_s):
             if lost := self._hosts.lost():
-                # The training thread gets some time to report the lost process itself,
-                # because it also knows which task failed. If process 0 is lost, there is no
-                # such time: JAX then ends all other processes at once.
+                # The training thread gets some time to report the loss itself, because it also
+                # knows which task failed. If process 0 is lost, there is no time for that, because
+                # JAX ends all other processes at once.
                 if 0 not in lost and self._stopped.wait(PATIENCE.grace_s):
                     return
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
             silent_s = time.monotonic() - self._at_s
             if silent_s > self._hosts.timeout_s:
-                self._end(f"nothing has gone on for {silent_s:.0f} s: {self._awaited(silent_s)}")
+                self._end(f"no progress for {silent_s:.0f} s: {self._awaited(silent_s)}")
 
     def _awaited(self, silent_s: float) -> str:
         """Names the silent processes; if there are none, the process that this one waits for."""
         if silent := self._hosts.silent(silent_s / 2):
             return silent
         awaited = self._hosts.awaited()
-        return f"waited for {awaited}" if awaited else "all processes are there"
+        return f"waited for {awaited}" if awaited else "all processes are connected"
 
     def _end(self, message: str) -> None:
         process = self._hosts.named(self._hosts.process)
@@ -384,7 +381,7 @@ class Watch:
 def leave(hosts: Hosts, code: int) -> NoReturn:
     """Ends this process at once, in a run of several processes.
 
-    At Python's usual end, JAX would wait for the other processes, even for a lost one.
+    With Python's usual exit, JAX would wait for the other processes, even for a lost one.
 
     Args:
         hosts: this process and the others.
@@ -394,8 +391,8 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     sys.stderr.flush()
     hosts.farewell()
     if code == ExitCode.TRY_AGAIN:
-        # JAX ends the others once process 0 has ended, so process 0 lets them report the loss
-        # first.
+        # JAX ends the other processes when process 0 has ended. So process 0 waits for some
+        # seconds, in which they can report the loss.
         if hosts.process == 0 and hosts.count > 2:
             time.sleep(PATIENCE.ending_s)
     else:

@@ -1,6 +1,6 @@
-"""Manages the folder of a run: files, checkpoints, a lock, and checks before a run is resumed.
+"""The folder of a run: its files, its checkpoints, its lock, and the checks before a resume.
 
-A checkpoint is whole if all of it was written and nothing has changed since.
+A checkpoint is whole if it was written completely and has not changed since.
 """
 
 import json
@@ -50,10 +50,10 @@ class RunDir:
         metrics.jsonl                         a line for each step
         checkpoints/00000100/  ...            a folder for each checkpoint, named by its step
         best.json                             names the checkpoint of the best evaluation
-        timeline.json  profile/               what devices did in some of the steps
-        .held-by                              names the process that works here now
+        timeline.json  profile/               the tasks of the devices in some of the steps
+        .held-by                              names the process that has locked the folder
 
-    The properties are these paths. A file need not be there yet.
+    The properties return these paths. The files need not exist yet.
     """
 
     path: Path
@@ -109,14 +109,14 @@ class RunDir:
     def prune(self, keep: int, best_step: int = 0) -> None:
         """Deletes all checkpoints except the last ones and the best one.
 
-        Checkpoints that a killed process left incomplete or half deleted are deleted, too. Nothing
-        else in the folder is touched.
+        Checkpoints that a killed process left incomplete or half deleted are also deleted. No other
+        file in the folder is touched.
 
         Args:
             keep: the number of last checkpoints to keep.
             best_step: the step of the best checkpoint; 0 if there is none.
         """
-        # `checkpoints()` leaves out incomplete ones, so they are not kept here.
+        # `checkpoints()` leaves out incomplete checkpoints, so these are deleted.
         kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
@@ -136,7 +136,7 @@ class RunDir:
         """Returns the entries of config.json.
 
         Raises:
-            ValueError: there is no run here, or an entry is of another type.
+            ValueError: there is no run here, or an entry has a wrong type.
             DamageError: the file has changed since it was written.
         """
         try:
@@ -146,7 +146,7 @@ class RunDir:
             return config
         except OSError as problem:
             raise ValueError(
-                f"{self.path} holds no run to resume: {self.config.name}: {problem}"
+                f"{self.path} has no run to resume: {self.config.name}: {problem}"
             ) from problem
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class RunDir:
         write_sealed(self.plan, plan.to_json())
 
     def adopt(self, files: Mapping[str, bytes]) -> dict[str, str]:
-        """Writes further files of the run, such as its tokenizer; returns their digests by name."""
+        """Writes further files of the run, such as a tokenizer; returns their digests by name."""
         for name, content in files.items():
             replace_bytes(self.path / name, content)
         return {name: file_digest(self.path / name) for name in files}
@@ -172,13 +172,13 @@ class RunDir:
         for name, digest in digests.items():
             path = self.path / name
             if path.exists() and file_digest(path) != digest:
-                cure = "put it back, or delete it, and it is remade from the data"
-                raise DamageError(f"{path} is not what the run began with: {cure}")
+                cure = "restore it, or delete it to make it again from the data"
+                raise DamageError(f"{path} has changed since the run began: {cure}")
 
     def identity(self) -> str:
         """Returns a text by which processes on several hosts check that they see the same folder.
 
-        The text is the same on all hosts, and differs from that of any other folder.
+        The text is the same on all hosts, and different for any other folder.
 
         Raises:
             ValueError: there is no such folder.
@@ -188,15 +188,15 @@ class RunDir:
         except OSError as problem:
             where = self.path.absolute()
             raise ValueError(
-                f"{where} is not there: the folder of a run must lie on a file system that all "
-                f"processes see ({problem.strerror})"
+                f"{where} does not exist on this host: the folder of a run must be on a file "
+                f"system that all processes share ({problem.strerror})"
             ) from problem
         return f"file {seen.st_ino}, changed at {seen.st_mtime_ns} ns"
 
     def held(self) -> AbstractContextManager[None]:
         """Returns a context manager that makes the folder if needed, and locks it while open.
 
-        It raises HeldError if another process holds the lock (see `held_folder`).
+        The context manager raises HeldError if another process has the lock (see `held_folder`).
         """
         return held_folder(self.path, self.holder)
 
@@ -206,9 +206,9 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds advice to a DamageError that is raised in the context, about the last checkpoint.
+        """Adds advice to a DamageError, raised in the context, about the last checkpoint.
 
-        The message then names the newest whole checkpoint before it, or says that there is none.
+        The advice names the newest whole checkpoint before the last one, or says that none exists.
         """
         try:
             yield
@@ -216,20 +216,20 @@ class RunDir:
             *older, newest = self.checkpoints()
             advice = "no older checkpoint is whole"
             if whole := [path for path in older if _is_whole(path)]:
-                cure = f"move {newest} out of the way, and --resume goes on from that one"
+                cure = f"to resume from it, move {newest} away"
                 advice = f"{whole[-1]} is whole: {cure}"
             raise DamageError(f"{damage}; {advice}") from damage
 
     def check_last(self) -> None:
-        """Raises DamageError if the last checkpoint has another step than its name says."""
+        """Raises DamageError if the last checkpoint has the state of another step than its name."""
         for path in self.checkpoints()[-1:]:
             _check_step(path)
 
     def refuse_if_used(self) -> None:
         """Raises ValueError if the folder has a checkpoint, which a new run would overwrite."""
         if self.checkpoints():
-            cure = "continue it with --resume, or name another --run-dir"
-            raise ValueError(f"{self.path} holds a run already: {cure}")
+            cure = "continue it with --resume, or give another --run-dir"
+            raise ValueError(f"{self.path} already has a run: {cure}")
 
     def check(
         self, expected: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
@@ -238,12 +238,12 @@ class RunDir:
 
         Args:
             expected: the expected entries by name.
-            usual: defaults for the fields of entries that are mappings. If an older jvpipe wrote
-                config.json without a field, the field has its default.
+            usual: defaults for the fields of entries that are mappings, for a config.json from an
+                older jvpipe, which may lack fields.
 
         Raises:
-            ValueError: entries differ. The message names each of them; if an entry is a mapping, it
-                also names the first field that differs.
+            ValueError: entries differ. The message names each of them, and for a mapping also the
+                first field that differs.
         """
         # JSON turns tuples into lists, so the expected values are passed through JSON as well.
         here, defaults = json.loads(json.dumps([expected, usual or {}]))
@@ -256,7 +256,10 @@ class RunDir:
             for key, old, new in _differences(compared, here)
         ]
         if differences:
-            raise ValueError(f"{self.path} holds another run: {'; '.join(differences)}")
+            raise ValueError(
+                f"{self.path} has a different run: {'; '.join(differences)}. --resume cannot "
+                "change these"
+            )
 
 
 def hold_new(stack: ExitStack, name: str) -> RunDir:
@@ -288,8 +291,8 @@ def _check_step(checkpoint: Path) -> None:
     named = int(checkpoint.name)
     if step != named:
         raise DamageError(
-            f"{checkpoint} holds the state of step {brief(step)}, not of step {named} as its "
-            "name says"
+            f"{checkpoint} has the state of step {brief(step)}, not of step {named} as its name "
+            "says"
         )
 
 
@@ -319,23 +322,22 @@ def _differences(
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan that --plan names, or None.
 
-    The result is None without --plan. It is also None if the resumed run was started with the same
-    --plan, because the folder of the run has that plan.
+    The result is None without --plan. It is also None if the resumed run began with the same
+    --plan, because the run's folder already has that plan.
 
     Args:
         options: the options of this run.
-        before: the options of the run that is resumed; the defaults for a new run.
+        before: the earlier options of a resumed run; the defaults for a new run.
 
     Raises:
-        ValueError: the file holds no plan, or --stages, --replicas or --schedule contradict it.
+        ValueError: the file has no plan, or --stages, --replicas or --schedule contradict the plan.
     """
     path = options["plan"]
     if path is None or path == before.get("plan"):
         return None
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
-    # By option, the values that agree with the plan. Some may be written in several ways: replicas
-    # as 2,1 or as 2:1.
+    # For each option, the values that agree with the plan. Replicas can be written as 2,1 or 2:1.
     in_plan = {
         "stages": [pipeline_length(plan, schedule)],
         "replicas": [between.join(map(str, plan.replicas)) for between in ",:"],
@@ -344,15 +346,18 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
     for name, texts in in_plan.items():
         value = options[name]
         if value not in (*texts, before.get(name)):
-            raise ValueError(f"--{name} {value} contradicts --plan {path}: there it is {texts[0]}")
+            raise ValueError(
+                f"--{name} {value} contradicts --plan {path}, where it is {texts[0]}: leave out "
+                "one of the two"
+            )
     return plan
 
 
 def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
     """Returns the plan in the folder of a resumed run; None if a new plan must be made.
 
-    A new plan must be made if the folder has none, if its schedule or stages differ from those of
-    the options, if an option in `DECIDES` has changed, or if --remeasure is given.
+    A new plan must be made if the folder has none, if the plan's schedule or stages differ from the
+    options, if an option in `DECIDES` has changed, or if --remeasure is given.
 
     Args:
         path: the plan.json of the run.
@@ -365,11 +370,11 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     has_changed = any(options[name] != before.get(name) for name in DECIDES)
     if options["remeasure"] or not path.exists() or has_changed:
         return None
-    # This only checks the digest: a plan that was changed by hand is refused.
+    # Reading the file checks its digest, so a plan that was changed by hand is refused.
     read_sealed(path)
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
-    # The stages of another schedule's plan may not even make a pipeline of this one.
+    # `pipeline_length` may fail for a plan of another schedule.
     if plan.schedule != schedule.name:
         return None
     stages = pipeline_length(plan, schedule)
@@ -377,18 +382,18 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
 
 
 # The config.json of a folder may name code, which --resume would run. If the folder comes from
-# somewhere else, the code may be malicious. So a run writes a mark into config.json, which only
-# this user can make, and which fits only this folder. If the mark is right, the code may run.
+# elsewhere, the code may be malicious. So a run writes a mark into config.json that only this user
+# can make, and that is valid only for this folder. If the mark is valid, the code may run.
 
 MARK = "made_here"
-"""The name of the entry of config.json that holds the mark."""
+"""The name of the mark's entry in config.json."""
 
 
 def mark(folder: Path, model: str) -> str:
     """Computes the mark of this user's run of a model in a folder; empty if the user has no key.
 
-    The mark is a signature of user, folder and model, with a key that lies in the user's home. So a
-    folder that was moved, or that comes from somewhere else, does not have the right mark.
+    The mark is a signature of user, folder and model, with a key in the user's home folder. So a
+    folder that was moved, or that comes from elsewhere, does not have a valid mark.
 
     Args:
         folder: the folder of the run.
@@ -401,7 +406,7 @@ def mark(folder: Path, model: str) -> str:
 
 
 def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
-    """Refuses to run code that a folder from somewhere else names.
+    """Refuses to run code that a folder from elsewhere names.
 
     Args:
         folder: the folder of the run.
@@ -409,12 +414,12 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
         model: the model that config.json names.
 
     Raises:
-        ValueError: the model is code that is not installed, and the mark in `config` is not right.
+        ValueError: the model is code that is not installed, and the mark in `config` is not valid.
     """
     found, ours = config.get(MARK), mark(folder, model)
     if is_installed(model) or (ours and isinstance(found, str) and found == ours):
         return
     raise ValueError(
-        f"{folder} was not made here by this user, and names code to be run, {model}: look at it, "
-        f"and give --model {model} again, or --trust"
+        f"{folder} was not made here by this user, and names code to be run, {model}: if you trust "
+        f"the code, give --model {model} or --trust"
     )

@@ -1,4 +1,4 @@
-"""Prepares a run's model as its options ask: its weights, tokenizer, optimizer and search."""
+"""The parts of a run's model that options choose: weights, tokenizer, optimizer and search."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +34,10 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
         return
     flag = f"--tokenizer {options.tokenizer}"
     if options.resume:
-        raise ValueError(f"{flag}: a run that is resumed has its tokenizer, leave it out")
+        raise ValueError(f"{flag}: a resumed run already has its tokenizer; leave --tokenizer out")
     if workload.name not in models.NAMES or "vocabulary" not in workload.settings:
         raise ValueError(
-            f"{flag}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out"
+            f"{flag}: {workload.name} does not use a tokenizer of jvpipe; leave --tokenizer out"
         )
     with extra("models"):
         from jvpipe.models.chats import FILES
@@ -47,7 +47,7 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
         read_tokenizer(source)
     except ValueError as problem:
         raise ValueError(
-            f"--tokenizer: {problem}: it should be a tokenizer.json of the tokenizers package"
+            f"--tokenizer: {problem}: give a tokenizer.json of the tokenizers package"
         ) from problem
     (folder / "tokenizer.json").write_bytes(source.read_bytes())
     for name in FILES:
@@ -61,11 +61,11 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
 
     Args:
         workload: the model with its own optimizer.
-        options: the options of the run; `warmup` counts steps.
-        updates: the number of updates of the whole run, several per step if it is asynchronous.
+        options: the options of the run; `warmup` is a number of steps.
+        updates: the number of updates of the whole run; an asynchronous run has several per step.
 
     Raises:
-        ValueError: a rate is given, but the rate of the model's own optimizer cannot be changed.
+        ValueError: an option changes the learning rate of an optimizer that the model defines.
     """
     assert options.steps is not None
     rates = {"--learning-rate": options.learning_rate, "--warmup": options.warmup}
@@ -74,8 +74,8 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
         return workload
     if workload.recipe is None and options.optimizer is None:
         raise ValueError(
-            f"{rates_given[0]}: {workload.name} has an optimizer of its own, change it there; "
-            "or name another by --optimizer"
+            f"{rates_given[0]}: {workload.name} has an optimizer of its own; change the rate "
+            "there, or choose another optimizer by --optimizer"
         )
     recipe = workload.recipe or Recipe(USUAL_RATE)
     warmup_updates = None
@@ -95,7 +95,7 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
     )
 
 
-# `--init-from` begins a run with weights from a folder of the package transformers.
+# `--init-from` begins a run with weights from a folder that transformers wrote.
 
 _DIMENSIONS = (
     "blocks",
@@ -109,14 +109,14 @@ _DIMENSIONS = (
     "spans",
     "window",
 )
-"""The fields of a model that --size decides. Without --size, the folder of --init-from decides."""
+"""The fields of a model that --size sets. Without --size, the folder of --init-from sets them."""
 
 
 def as_in_folder(options: TrainOptions) -> TrainOptions:
-    """Completes options with the model's fields, size and tokenizer in the folder of `--init-from`.
+    """Adds the model's fields, size and tokenizer in the folder of `--init-from` to the options.
 
     Raises:
-        ValueError: weights cannot be read for the model, or the folder is of another model.
+        ValueError: weights cannot be read for the model, or the folder has another model.
     """
     if options.init_from is None or options.resume:
         return options
@@ -124,7 +124,7 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
     readable = sorted(set(OF_FOLDERS.values()))
     if options.model not in readable:
         raise ValueError(
-            f"{flag}: weights are read for {', '.join(readable)}, not for {options.model}"
+            f"{flag}: weights can be read for {', '.join(readable)}, but not for {options.model}"
         )
     from jvpipe.models import checkpoints  # needs an extra
     from jvpipe.models.hub import model_folder, pinned
@@ -136,14 +136,14 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
     if model != options.model:
         folder_type = folder.told["model_type"]
         raise ValueError(
-            f"{flag} is a folder of {folder_type}, and --model is {options.model}: "
-            f"give --model {model}"
+            f"{flag} has the weights of {folder_type}, but --model is {options.model}: give "
+            f"--model {model}"
         )
     try:
         fields = read_fields(folder, format_of(options.model))
     except ValueError as problem:
         raise ValueError(f"{flag}: {problem}") from problem
-    # If a size is given, it decides the dimensions. The folder decides all other fields.
+    # A given size sets the dimensions. The folder sets all other fields.
     if options.size is not None:
         fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
     assigned = (f"{name}={value}" for name, value in fields.items())
@@ -159,10 +159,10 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
 
 
 def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
-    """Returns the parameters in the folder of `--init-from`, or else the function that makes them.
+    """Returns the parameters in the folder of `--init-from`; without it, the model's `init`.
 
     Raises:
-        ValueError: the folder is of another architecture; the message names a tensor that differs.
+        ValueError: the folder has another architecture; the message names a tensor that differs.
     """
     if options.init_from is None or options.resume:
         return workload.init
@@ -191,7 +191,7 @@ def find_search(
     if not options.nas:
         return None
     if hosts.count > 1:
-        raise ValueError(f"--nas works in a single process, and there are {hosts.count}")
+        raise ValueError(f"--nas needs a single process, but there are {hosts.count}")
     if workload.supernet is None:
         raise ValueError(
             "--nas needs a model whose architecture can be searched: evolved-transformer or "

@@ -1,4 +1,4 @@
-"""Runs a command with what all commands share: exit codes, signals, a line for missing packages."""
+"""The start and end of all commands: exit codes, signals, and messages for missing packages."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from jvpipe.util.extras import MissingExtraError, extra
 
 
 class ExitCode(IntEnum):
-    """The exit code of a command; if a signal stopped it, STOPPED + the number of the signal.
+    """The exit codes of a command; after a signal, the code is STOPPED + the signal's number.
 
     >>> ExitCode.TRY_AGAIN, ExitCode.STOPPED + 2
     (<ExitCode.TRY_AGAIN: 75>, 130)
@@ -29,19 +29,19 @@ class ExitCode(IntEnum):
     STOPPED = 128
 
 
-# The first Ctrl-C or SIGTERM asks a command to stop. A training stops between two steps. A
-# second signal ends the process at once.
+# The first Ctrl-C or SIGTERM asks a command to stop; training stops between two steps. A second
+# signal ends the process at once.
 
 _AGAIN_S = 0.001
-"""Seconds after which a KeyboardInterrupt is raised again if Python has dropped it."""
+"""The delay, in seconds, before a KeyboardInterrupt that Python has dropped is raised again."""
 _ENDING = threading.Lock()
 
 
 def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
-    """Ends the process with one line, whatever the process does at the moment."""
+    """Prints one line and ends the process, no matter what it is doing."""
     if _ENDING.acquire(blocking=False):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
-    else:  # two threads can see the second signal, and the other one is printing the line
+    else:  # another thread also saw the second signal, and prints the line
         time.sleep(_AGAIN_S)
     os._exit(ExitCode.STOPPED + signum)
 
@@ -49,8 +49,8 @@ def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
 def hear_interrupts() -> None:
     """Makes the first Ctrl-C raise KeyboardInterrupt, and a second signal end the process at once.
 
-    Python runs signal handlers in the main thread. While this thread waits for a device, no handler
-    runs. So another thread counts the signals.
+    Python runs signal handlers only in the main thread, so none runs while that thread waits for a
+    device. Therefore another thread counts the signals.
     """
     # Python writes the number of each signal to this pipe at once, before any handler runs.
     heard, rings = os.pipe()
@@ -76,7 +76,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _again(handler: Callable[[Any], object], lost: Any) -> None:
-    """Raises an interrupt again if Python has dropped it, as it does in a garbage collection."""
+    """Raises an interrupt again if Python has dropped it, for example during garbage collection."""
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
@@ -86,7 +86,7 @@ def _again(handler: Callable[[Any], object], lost: Any) -> None:
 def leave_stopped(code: int) -> NoReturn:
     """Ends a stopped process at once.
 
-    At Python's usual end, a further signal would print a traceback.
+    During Python's usual exit, another signal would print a traceback.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -94,7 +94,7 @@ def leave_stopped(code: int) -> NoReturn:
 
 
 class StopRequest:
-    """A context manager that notes the first signal in `signum`; a second signal ends the process.
+    """A context manager that stores the first signal in `signum`; a second one ends the process.
 
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -120,10 +120,10 @@ class StopRequest:
         self.signum = signum
         for signal_number in self.signals:
             signal.signal(signal_number, end_at_once)
-        print("\nfinishing the step and saving; once more stops at once", file=sys.stderr)
+        print("\nfinishing the step and saving; a second signal stops at once", file=sys.stderr)
 
 
-# Commands are imported late, so that a missing package can be reported in one line.
+# Commands are imported in `run_module`, so that it can report a missing package in one line.
 
 
 def run_module(module: str) -> int:
@@ -143,7 +143,8 @@ def run_module(module: str) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = ExitCode.STOPPED + signal.SIGINT
-    # The command is done. An interrupt while Python ends would only print a traceback.
+    # The command is done. Without this handler, an interrupt during Python's exit would print a
+    # traceback.
     signal.signal(signal.SIGINT, end_at_once)
     if code > ExitCode.STOPPED:
         leave_stopped(code)

@@ -1,8 +1,8 @@
 """The log of a run's steps: their metrics, in metrics.jsonl, in trackers and on the screen.
 
-A step is dispatched while the step before it still runs, and reading the metrics of a step waits
-for its end. So a step is logged only once the next one has been dispatched, unless the training
-must wait for the step anyway.
+A step is dispatched while the previous step still runs, and reading the metrics of a step waits for
+its end. So a step is logged only after the next step has been dispatched, unless training must wait
+for the step anyway.
 """
 
 import math
@@ -33,7 +33,7 @@ from jvpipe.util.paths import path_name
 class Done(NamedTuple):
     """A dispatched step: its number, its metrics, and the names of its architecture's blocks.
 
-    Only an architecture search (--nas) has such names, because it changes the model between steps.
+    Without an architecture search (--nas), there are no such names.
     """
 
     step: int
@@ -48,9 +48,9 @@ class StepLog:
 
     Args:
         job: the run.
-        stop: notes the signals that this process receives.
-        opened: the log and its trackers are closed when this stack is closed.
-        first: the number of steps that are done.
+        stop: stores the signal that this process receives.
+        opened: closes the log and its trackers.
+        first: the number of finished steps.
         speech: prints each step.
     """
 
@@ -68,7 +68,7 @@ class StepLog:
             self._trackers += _trackers(job, first, opened)
 
     def dispatched(self, done: Done) -> int | None:
-        """Takes a step that was dispatched, and logs the step before it while this one runs.
+        """Registers a dispatched step, and logs the previous step while this one runs.
 
         Returns:
             The number of a signal that some process has received, or None.
@@ -78,7 +78,7 @@ class StepLog:
         return signum
 
     def ended(self, loss: float | None) -> None:
-        """Logs the last step that was dispatched, after waiting for its end.
+        """Waits for the end of the last dispatched step, and logs the step.
 
         Args:
             loss: the loss on held-out batches after the step; None if they were not evaluated.
@@ -87,9 +87,9 @@ class StepLog:
         self._dispatched = None
 
     def failed(self) -> None:
-        """Logs the last step when this process fails, without the numbers of other processes.
+        """Logs the last step when this process fails, without the metrics of other processes.
 
-        The others are not waited for, because they may not get here.
+        This process does not wait for the others, because they may not make this call.
         """
         self._tell(self._dispatched, before=False, hosts=ALONE)
 
@@ -111,7 +111,7 @@ class StepLog:
             done: the step; None if there is no step to log.
             before: whether another step has been dispatched since.
             loss: the loss on held-out batches after the step; None if they were not evaluated.
-            hosts: the processes that exchange metrics and signals; None for all of the run.
+            hosts: the processes that exchange metrics and signals; None for all processes.
         """
         ours: Own | None = None
         if done is not None:
@@ -157,7 +157,7 @@ class StepNumbers:
         """
         job, ledger = self._job, self._job.pipe.ledger
         ideal = self._ideal_s()
-        # An asynchronous step has several updates. The rate is that of its last one.
+        # An asynchronous step has several updates. The logged rate is that of the last update.
         updates = done.step * len(job.learning_rates) // job.steps
         return StepMetrics(
             step=done.step,
@@ -181,26 +181,26 @@ class StepNumbers:
         )
 
     def _ideal_s(self) -> float | None:
-        """Returns the seconds of a step at the devices' peak rates; None if a rate is not known."""
+        """Returns the seconds of a step at the devices' peak rates; None if a rate is unknown."""
         session = self._job.pipe.session
         traced = session.compiled.traced
         if traced is not self._ideal[0]:
             settings = session.settings
             kinds = [device.device_kind for device in set(settings.devices)]
-            # This goes through every equation, so it is computed once per model.
+            # The computation visits every equation, so it runs only when the model has changed.
             self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
         return self._ideal[1]
 
 
 _TOKENS = ("tokens", "input_ids", "inputs")
-"""The names of the leaves of a batch that hold the tokens that a model reads."""
+"""The names of the leaves of a batch that contain a model's input tokens."""
 
 
 def tokens_in(batch: Any) -> int | None:
     """Counts the tokens of a batch: the integers in leaves called tokens, input_ids or inputs.
 
-    A leaf has as many tokens as its first two axes have elements: examples times positions, padding
-    included. The count is None if there is no such leaf.
+    The tokens of a leaf are counted along its first two axes: examples times positions, including
+    padding. The result is None if there is no such leaf.
 
     >>> ids, weights = np.zeros((2, 8), int), np.ones((2, 4))
     >>> tokens_in({"inputs": ids, "tokens": ids[:, :4], "weights": weights})
@@ -220,14 +220,14 @@ def tokens_in(batch: Any) -> int | None:
 class Clock:
     """A clock for the seconds of a run and of each step.
 
-    The time of a step leaves out the work inside `standing`, such as an evaluation.
+    The seconds of a step exclude work inside `standing`, such as an evaluation.
     """
 
     def __init__(self) -> None:
         self._begin = self._at = time.perf_counter()
 
     def lap_s(self) -> float:
-        """Returns the seconds since the last call, without the seconds inside `standing`."""
+        """Returns the seconds since the last call, excluding those inside `standing`."""
         before, self._at = self._at, time.perf_counter()
         return self._at - before
 
@@ -237,7 +237,7 @@ class Clock:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Leaves the seconds inside the context out of `lap_s`."""
+        """Excludes the seconds inside the context from `lap_s`."""
         before = time.perf_counter()
         yield
         self._at += time.perf_counter() - before

@@ -1,8 +1,8 @@
-"""Runs `python -m jvpipe.train`: trains a model of the user's or of `jvpipe.models` as a pipeline.
+"""The command `python -m jvpipe.train`, which trains a model as a pipeline.
 
-The file has, in this order: the recording of timelines and profiles, the training itself, and the
-command. Training first dispatches the next step and then logs the step before it (step_log.py),
-unless it must wait for the step anyway, to evaluate or to save.
+The file has the recording of timelines and profiles, then the training, and then the command.
+Training first dispatches a step and then logs the previous step (step_log.py). If a step must be
+evaluated or saved, training waits for its end and logs it at once.
 """
 
 import errno
@@ -35,25 +35,25 @@ from jvpipe.runtime.engine.hosts import ALONE, Hosts
 
 
 class Recording:
-    """A context manager around the steps of a run; it writes a timeline, and a profile if asked to.
+    """A context manager around the steps of a run, which writes a timeline and perhaps a profile.
 
-    The timeline has the last steps, or the profiled ones. With --profile N, N steps are profiled
-    from the second one on, because the first step also compiles. If there are too few steps, the
-    first one is profiled as well.
+    The timeline has the last steps. With --profile N, N steps are profiled, and the timeline has
+    these steps. They begin with the second step of this start, because the first step also
+    compiles. If there are too few steps, the first step is profiled as well.
 
-    A profile shows each task, such as `1F2[layer 4]`, in two places: on the thread that dispatches
-    it, and on a thread of its device. On the device, the task begins when it was dispatched, or
-    when the task before it on this device ended, whichever is later.
+    A profile shows each task, such as `1F2[layer 4]`, on the thread that dispatches it and on a
+    thread of its device. On the device, the task begins when it was dispatched, or when the
+    previous task on this device ended, whichever is later.
 
     Args:
         job: the run.
-        first: the number of steps that are done.
+        first: the number of finished steps.
     """
 
     def __init__(self, job: Job, first: int) -> None:
         self._job, count = job, job.options.profile
         self._steps = min(count or job.options.timeline_steps, job.steps - first)
-        # By the second step, everything has been compiled.
+        # The profile begins with the second step, when everything is compiled, if possible.
         latest = job.steps - self._steps
         self._begin = None if count is None else min(first + 1, latest)
         self._done = False
@@ -69,10 +69,10 @@ class Recording:
             self._stop_profile()
 
     def after(self, step: int, state: Any) -> None:
-        """Begins or ends the profile if that is due after this step.
+        """Begins or ends the profile if one of the two is due after this step.
 
         Args:
-            step: the number of steps that are done.
+            step: the number of finished steps.
             state: the state after these steps.
         """
         begin = self._begin
@@ -82,15 +82,15 @@ class Recording:
         if step == begin:
             self._start_profile()
         else:
-            # `_write` waits until all tasks of these steps have ended. The profile must not be
-            # stopped before that.
+            # The profile must continue until all tasks of these steps have ended, and `_write`
+            # waits for that.
             self._write()
             self._stop_profile()
             self._done = True
 
     def _start_profile(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # calls of Python functions would swamp the profile
+        options.python_tracer_level = 0  # a profile with all Python calls is too large to read
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
         self._job.pipe.session.controller.profiled = True
 
@@ -102,7 +102,7 @@ class Recording:
 
     @property
     def _folder(self) -> Path:
-        """The folder where this process writes its profile."""
+        """The folder to which this process writes its profile."""
         hosts, folder = self._job.hosts, self._job.run.profile
         return folder if hosts.count == 1 else folder / f"process-{hosts.process}"
 
@@ -131,12 +131,12 @@ class Recording:
 def train(
     job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech
 ) -> tuple[Any, int | None]:
-    """Runs the remaining steps of a run, if there are any, and says how it ends.
+    """Runs the remaining steps of a run, if any, and prints how the run ends.
 
     Args:
         job: the run.
-        state: the state from which the run goes on.
-        stop: notes a signal; a signal to any process stops all processes after a step.
+        state: the state from which the run continues.
+        stop: stores a signal; a signal to any process stops all processes after a step.
         watch: is notified of each step.
         speech: prints each step.
 
@@ -150,7 +150,7 @@ def train(
     print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
     tidy(job, seen)
     signum: int | None = None
-    # A run that stopped early also stops when it is resumed.
+    # A run that stopped early makes no steps when it is resumed.
     if not finished and not seen.over(patience):
         state, seen, signum = _steps(job, state, seen, stop, watch, speech)
     print(seen.told(patience), end="")
@@ -160,11 +160,11 @@ def train(
 def _steps(
     job: Job, state: Any, seen: Evaluations, stop: StopRequest, watch: Watch, speech: Speech
 ) -> tuple[Any, Evaluations, int | None]:
-    """Makes the steps of a run; logs each of them, evaluates states, and saves checkpoints.
+    """Runs the steps of a run; logs each step, evaluates states, and saves checkpoints.
 
     Checkpoints are saved at regular steps, after each evaluation that is the best so far, and after
-    the last step. The last step may be the end of the run, an early stop, or the step at which a
-    signal came. The arguments are those of `train`, and `seen` has the evaluations so far.
+    the last step. The last step is the end of the run, an early stop, or the step after which a
+    signal was noticed. The arguments are those of `train`, and `seen` has the evaluations so far.
 
     Returns:
         The last state, all evaluations, and the number of the signal that stopped the run, or None.
@@ -199,24 +199,24 @@ def _steps(
                 if last:
                     break
             keeper.finish()
-            # A signal may have come during the last step or while its state was saved.
+            # A signal may have arrived during the last step, or while its state was saved.
             return state, seen, log.signum()
         except ValueError:
-            # The usual cause is a loss that is not finite. The last step is still logged.
+            # The usual cause is a loss that is not finite. The log still gets the last step.
             log.failed()
             raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command.
 
     Returns:
-        The exit code. If the run has several processes, the function ends this process instead.
+        The exit code. In a run of several processes, the function ends this process instead.
     """
     hosts, code = ALONE, int(ExitCode.UNEXPECTED)
     try:
         with ExitStack() as stack:
-            # Processes meet before most options are checked, so that all end if one has a mistake.
+            # Processes connect before most options are checked, so a mistake in one ends all.
             hosts = join(given(arguments))
             if hosts.process:  # only the first process prints
                 nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, jvpipe.MemoryLimitExceeded, jvpipe.StageError) as mistake:
         print(f"error: {_told(mistake)}", file=sys.stderr)
         code = ExitCode.MISTAKE
-        # The others may be gone, or the mistake may have come from one of them.
+        # This may fail if the other processes are gone, or if one of them reported the mistake.
         with suppress(Exception):
             hosts.fail(mistake)
     except KeyboardInterrupt:
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if hosts.count == 1:
             raise
-        if gone := hosts.gone(wait_s=1.0):  # a lost process is the cause, whatever failed here
+        if gone := hosts.gone(wait_s=1.0):  # then the lost process caused the error here
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             print(f"error: {gone}, go on from the last checkpoint: {reason}", file=sys.stderr)
             code = ExitCode.TRY_AGAIN
@@ -249,9 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(mistake: Exception) -> str:
-    """Returns the message of a mistake; adds what to do if a disk is full and no file is named."""
+    """Returns the message of a mistake, with advice if a disk is full and no file is named."""
     if isinstance(mistake, OSError) and mistake.errno == errno.ENOSPC and mistake.filename is None:
-        return f"{mistake}: make room where the folder of the run lies, and go on with --resume"
+        return f"{mistake}: make room on the disk of the run's folder, and continue with --resume"
     return str(mistake)
 
 
@@ -261,7 +261,7 @@ def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -
     Args:
         options: the options of the run.
         hosts: the processes of the run.
-        stack: is closed when the command ends; until then it keeps other runs out of the folder.
+        stack: holds the lock on the folder of the run; is closed when the command ends.
         speech: prints the progress of the run.
     """
     print(f"jvpipe {jvpipe.__version__}: {options.model}", flush=True)
@@ -290,17 +290,20 @@ def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -
 
 
 def finish(job: Job, state: Any, watch: Watch) -> None:
-    """Evaluates the last state, exports it if asked to, and prints what a search has found.
+    """Evaluates the last state, exports it if requested, and prints the result of a search.
 
     Args:
         job: the run.
         state: the last state of the run.
-        watch: is notified of what goes on.
+        watch: is notified of progress.
     """
     if job.search:
         best, loss = job.search.evolution.best
         names = " ".join(best.names())
-        print(f"best architecture, mean training loss {loss:.4f}: {names}; now the last one")
+        print(
+            f"best architecture, mean training loss {loss:.4f}: {names}; the lines below are about "
+            "the last architecture"
+        )
     for change in job.pipe.session.history:
         print(replace(change, step=change.step + 1))  # steps in messages count from 1
     if (loss := held_out_loss(job, state, watch)) is not None:
@@ -325,12 +328,12 @@ def _export(job: Job, params: Any) -> None:
         if options.export_weights:
             from jvpipe.models.checkpoints import to_folder  # needs an extra
 
-            assert options.init_from is not None, "that is checked"
+            assert options.init_from is not None, "`TrainOptions.check` makes sure of that"
             to_folder(job.workload, params, options.init_from, options.export_weights)
             print(f"weights in {options.export_weights}")
     except OSError as problem:
-        # The training need not be repeated: the same command with --resume only exports.
+        # Training need not be repeated, because the same command with --resume only exports.
         saved = job.run.checkpoints()[-1]
         raise OSError(
-            f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"
+            f"{problem}; the state is in {saved}; to export it, run: {resume_command(job)}"
         ) from problem

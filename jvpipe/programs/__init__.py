@@ -1,1 +1,1 @@
-"""Programs: layers and optimizers as functions that are compiled."""
+"""Programs: the functions of layers and optimizers that XLA compiles."""

@@ -20,7 +20,7 @@ def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
 
     Args:
         whole: the shape and type of the array.
-        run: which part is taken.
+        run: the axis and the range of the part.
     """
 
     def cut(x: jax.Array) -> list[jax.Array]:
@@ -55,7 +55,6 @@ def reduce_program(
         replicas: the number of replicas.
         in_place: whether the results overwrite the sums of the first replica.
     """
-    # By parameter, then by replica: the result may overwrite the first input of each parameter.
     inputs = tuple(array for array in sums for _ in range(replicas))
 
     def reduce(*parts: jax.Array) -> list[jax.Array]:
@@ -63,6 +62,7 @@ def reduce_program(
         return [added_up(parts[first : first + replicas]) for first in rows]
 
     key = "reduce", types_of(sums), replicas, in_place
+    # The first of each parameter's inputs belongs to the first replica.
     of_first = tuple(range(0, len(inputs), replicas))
     return Program(
         key,
@@ -73,7 +73,7 @@ def reduce_program(
 
 
 def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Program:
-    """Returns the program that adds up parts of one shape in their order, each times its weight."""
+    """Returns the program that sums arrays of one shape in their order, each times its weight."""
 
     def weigh(*parts: jax.Array) -> list[jax.Array]:
         products = []
@@ -91,7 +91,7 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
     Args:
         leaves: for each leaf of the state, the shapes of its parts on all slices. If the slices
             add to the leaf, the shape of its value before the micro-batch comes first.
-        parts: how each leaf is made of its parts.
+        parts: for each leaf, how its parts are joined.
     """
 
     def join(*values: jax.Array) -> list[jax.Array]:
@@ -102,7 +102,7 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
                 of_slices = list(islice(left, len(leaf.slices)))
                 wholes.append(leaf.whole(of_slices))
                 continue
-            # The leaf before the micro-batch, plus what each slice has added to it.
+            # The result is the leaf before the micro-batch, plus each slice's change of the leaf.
             before = next(left)
             added = [part - before for part in islice(left, len(leaf.slices))]
             wholes.append(added_up([before, *added]))

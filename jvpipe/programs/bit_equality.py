@@ -1,8 +1,8 @@
-"""Tells whether a layer that is cut in two still computes bitwise identical results and updates.
+"""A check that a layer cut in two still computes bitwise identical results and updates.
 
 XLA chooses for each program which operations it fuses, and a multiplication that is fused
-with an addition rounds once instead of twice. No rule says what XLA fuses. Therefore the
-whole layer and its two halves run on the same random numbers, and all outputs, gradients
+with an addition rounds once instead of twice. What XLA fuses cannot be predicted. Therefore
+the whole layer and its two halves run on the same random numbers, and all outputs, gradients
 and cotangents are compared.
 """
 
@@ -45,8 +45,8 @@ def same_bits(
 ) -> bool:
     """Tells whether a layer computes bitwise the same results whole and cut in two.
 
-    The answer is also False if the comparison is not possible: the layer takes random keys, or its
-    results are not finite.
+    The answer is also False if the results cannot be compared, because the layer takes random keys
+    or its results are not finite.
 
     Args:
         store: compiles the programs.
@@ -66,14 +66,14 @@ def same_bits(
     for v, ref in zip(body.inputs, body.reads, strict=True):
         is_parameter = ref.kind == ValueKind.PARAMETER
         values[v] = _drawn(rng, v, is_parameter=is_parameter)
-    # The cotangents from later layers and the gradients of earlier micro-batches are not zeros,
-    # because a sum that begins with zero hides whether its first product was rounded.
+    # The cotangents from later layers and the gradients of earlier micro-batches are random and not
+    # zeros: zero plus a product is the same number whether the two operations are fused or not.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
     sums = {v: _drawn(rng, v) for v in variables}
     one = _outcome(store, device, whole, [layer], values, sums)
     two = _outcome(store, device, halves, [layer, layer + 1], values, sums)
     for a, b in zip(one, two, strict=True):
-        # The halves also have values between them, which the whole layer does not have.
+        # The values between the two halves are missing in the results of the whole layer.
         common = [v for v in sums if v in a]
         if not all(_alike(a[v], b[v]) for v in common):
             return False
@@ -110,11 +110,11 @@ def _updated(
     cut: OptimizerCut,
     layers: Sequence[int],
 ) -> dict[Slot, np.ndarray]:
-    """Runs the pieces of some layers.
+    """Runs the optimizer's pieces of some layers.
 
     Returns the new parameters and state, and the values for the global program (the part of
     the optimizer that mixes layers). The values for the global program are joined and
-    sorted, because two halves send them in two vectors.
+    sorted, because two halves send them in two vectors and in another order.
     """
     values: dict[tuple[Slot, int | None], np.ndarray] = {}
     to_global: dict[Slot, list[np.ndarray]] = defaultdict(list)
@@ -135,17 +135,16 @@ def _updated(
     for (slot, _), x in values.items():
         if slot.kind in lasting:
             written[slot] = x
-    # Two layers pack the values for the global program in another order than one layer does.
     for slot, vectors in to_global.items():
         written[slot] = np.sort(np.concatenate(vectors))
     return written
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
-    """Returns numbers for a slot: the same ones for every piece that reads the slot.
+    """Draws numbers for a slot, which depend only on the slot's kind, index, shape and type.
 
-    State may be a mean of squares, and a global value may be a norm: both are positive, and
-    so is the weight of the loss.
+    State may be a mean of squares, and a global value may be a norm. So their numbers are not
+    negative, as is the weight of the loss.
     """
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)
@@ -157,7 +156,7 @@ def _value_of(slot: Slot, aval: Any) -> np.ndarray:
 
 def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     """Tells whether arrays are bitwise identical and finite."""
-    # Complex128 can represent the values of every other type.
+    # NumPy's `isfinite` does not take every type of JAX, but all of them convert to complex128.
     is_finite = np.isfinite(x.astype(np.complex128)).all()
     return x.tobytes() == y.tobytes() and bool(is_finite)
 
@@ -208,9 +207,10 @@ class _Pass:
 
     Attributes:
         body: the layer's equations.
-        signature: says what its backward takes and yields.
+        signature: the arguments and results of the layer's backward.
         backward: the compiled backward.
-        sources: the layer's inputs, outputs and residuals, by their kind.
+        sources: the values of the layer's inputs, outputs and residuals, under the keys "input",
+            "output" and "residual".
     """
 
     body: Body
@@ -228,7 +228,7 @@ class _Pass:
         """
         body = self.body
         signature = self.signature
-        # An output with a cotangent is a variable.
+        # An output with a cotangent is a variable, never a literal.
         summed: list[Any] = [body.outputs[i] for i in signature.cotangents]
         taken = (*signature.partial, *signature.gradients)
         summed += [body.inputs[i] for i in taken]
@@ -237,7 +237,8 @@ class _Pass:
         results = _run(self.backward, arguments, device)
         yielded = (*signature.gradients, *signature.returned)
         variables = [body.inputs[i] for i in yielded]
-        return dict(zip(variables, results, strict=False))  # without the mark, the last result
+        # The last result is a mark (see `_forward`), which `zip` leaves out.
+        return dict(zip(variables, results, strict=False))
 
 
 def _forward(
@@ -262,7 +263,8 @@ def _forward(
     forward, backward = store.compile([(program, device) for program in pair])
     inputs = [values[v] for v in body.inputs]
     results = _run(forward, inputs, device)
-    # A forward yields outputs, then residuals, then a mark that tells a caller when it is done.
+    # A forward yields outputs, then residuals, then a mark: an array whose arrival shows that the
+    # program has finished.
     count = len(body.outputs)
     sources = {
         "input": inputs,
@@ -289,8 +291,8 @@ def _drawn(
 ) -> np.ndarray:
     """Draws numbers of the magnitude that a layer meets in training.
 
-    Most products sum over the first axis of a parameter. The longer this axis is, the smaller are
-    the elements, so that the results of products stay near one.
+    Most matrix products sum over the first axis of a parameter. The elements of a parameter shrink
+    with the square root of that axis's length, so the results of products stay near one.
     """
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):

@@ -1,4 +1,4 @@
-"""Convolutions with their axes in the order in which XLA's library on CPUs takes them.
+"""Convolutions with their axes in the order that XLA's convolution library on CPUs expects.
 
 XLA on CPUs hands a convolution to a library if its axes have the library's order. In the main
 function of a program, XLA puts transposes around a convolution to give its axes that order. In a
@@ -9,13 +9,13 @@ is slow and sums in another order. So this module adds them. With one axis of sp
     filter     out, in, rows          ->  rows, in, out
     result     batch, rows, features  ->  batch, features, rows
 
-The library has no bfloat16, so XLA convolves in float32 and rounds the result. If a reader widens
-the rounded result to float32 again, XLA gives that reader the result before rounding. Behind a
-transpose, XLA does not find such readers. So here the convolution and its transpose stay in
-float32, and readers that widen get the float32 result:
+The library has no bfloat16, so XLA convolves in float32 and rounds the result. If an equation then
+converts the rounded result to float32, XLA skips both conversions and passes on the float32 result.
+XLA does not find such equations behind a transpose. So here the convolution and its transpose stay
+in float32, and equations that convert to float32 get the result before it is rounded:
 
-    convolution -> transpose -> round -> readers of bfloat16
-                             -> readers that widen
+    convolution -> transpose -> round -> equations that read bfloat16
+                             -> equations that convert to float32
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
         return closed
 
     def run(*values: Any) -> list[Any]:
-        wide: dict[Atom, Any] = {}  # results of convolutions before they are rounded
+        wide: dict[Atom, Any] = {}  # float32 results of convolutions, before they are rounded
 
         def applied(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
             if eqn.primitive.name == "conv_general_dilated":
@@ -64,7 +64,7 @@ def _widens(eqn: JaxprEqn) -> bool:
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
     """Returns the result of a convolution, and the same result before it is rounded.
 
-    The two differ only for bfloat16 on CPUs.
+    The two have different values only for bfloat16 on CPUs.
     """
     dtype = _jax.aval(eqn.outvars[0]).dtype
 
@@ -84,7 +84,7 @@ def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
 
 
 def _exact(dtype: Any) -> Any:
-    """Returns the type in which a convolution is computed on CPUs."""
+    """Returns the type in which CPUs compute a convolution of a given type."""
     return jnp.float32 if dtype == jnp.bfloat16 else dtype
 
 
@@ -105,15 +105,15 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     filters = (*space, in_features, out_features)
     result = _last(*numbers.out_spec)
     usual = tuple(range(len(operand)))
-    # An image has one axis of features, a filter has two; all of them come last.
+    # Axes of features come last: an image has one of them, a filter has two.
     image = _first(usual)
     filter_ = (usual[-1], usual[-2], *usual[:-2])
     inner = type(numbers)(image, filter_, image)
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)
-        # The convolution widens its operands to float32. Without the barrier XLA might use their
-        # values from before they were rounded to bfloat16.
+        # The convolution converts its operands to float32. Without the barrier, XLA might use the
+        # operands' values from before they were rounded to bfloat16.
         values = jax.lax.optimization_barrier(values)
     moved = list(map(_moved, values, (operand, filters)))
     (out,) = _jax.bind(eqn.replace(params=params), moved)
@@ -125,12 +125,12 @@ def _last(
     feature: int,
     *space: int,
 ) -> tuple[int, ...]:
-    """Returns the axes of an array in the library's order, with features last."""
+    """Returns an array's axes in the library's order: batch, space, features."""
     return (batch, *space, feature)
 
 
 def _first(usual: Sequence[int]) -> tuple[int, ...]:
-    """Returns the axes of an array with features last in JAX's order: batch, features, space."""
+    """Returns, for an array with features last, its axes in the order batch, features, space."""
     return (usual[0], usual[-1], *usual[1:-1])
 
 

@@ -1,12 +1,12 @@
-"""Arrays that are passed on in parts (`Rows`), or as one of many equal slices (`Even`).
+"""Arrays that are represented by their parts (`Rows`), or by one slice that repeats (`Even`).
 
 Three forms of the array [[1, 1], [2, 2]]:
 
     whole    [[1, 1], [2, 2]]
     Rows     [[1, 1]] and [[2, 2]], cut along axis 0; if they are thin, [1, 1] and [2, 2]
-    Even     [[1], [2]], the same all along axis 1
+    Even     [[1], [2]], repeated along axis 1
 
-The functions here take a value in any of these forms.
+The functions of this file accept a value in any of these forms.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Rows:
 
     Attributes:
         axis: the axis along which the array is cut.
-        pieces: the parts; without that axis if they are thin.
-        thin: whether each part has one element along the axis, and its piece lacks that axis.
+        pieces: the parts, without that axis if `thin`.
+        thin: whether the pieces lack the axis; each part then has length 1 along it.
     """
 
     axis: int
@@ -40,7 +40,7 @@ class Rows:
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
-        """The parts, all with the axis along which the array is cut."""
+        """The parts, which always have the axis along which the array is cut."""
         if not self.thin:
             return self.pieces
         axes = (self.axis,)
@@ -54,7 +54,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Even:
-    """An array that is the same all along some axes; along these `one` has a single element."""
+    """An array of a given shape that repeats `one` along the axes in which `one` has length 1."""
 
     shape: Shape
     one: jax.Array
@@ -66,7 +66,7 @@ class Even:
 
 
 def whole(value: Any) -> Any:
-    """Returns the whole array that a value stands for."""
+    """Returns a value of any form as a whole array."""
     return value.whole if isinstance(value, Rows | Even) else value
 
 
@@ -110,12 +110,12 @@ def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
 
 
 def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
-    """Returns the slices of an array at all positions along an axis, without that axis.
+    """Returns the slices of an array at all positions along an axis.
 
     Args:
         value: the array.
-        axis: the axis.
-        count: the number of slices.
+        axis: the axis, which the slices lack.
+        count: the number of slices, which is the length of the axis.
     """
     # Thin pieces lack the axis already: nothing is computed.
     if isinstance(value, Rows) and value.thin and value.is_cut(axis, count):
@@ -147,7 +147,7 @@ def cut_shape(shape: Shape, axis: int, count: int) -> Shape:
 
 
 def broadcast(array: jax.Array, shape: Shape) -> jax.Array:
-    """Returns an array that is repeated along its axes of one element to have a given shape."""
+    """Repeats an array along its axes of length 1, so that it has a given shape."""
     if jax.numpy.shape(array) == shape:
         return array
     return jax.lax.broadcast_in_dim(array, shape, range(len(shape)))

@@ -1,4 +1,4 @@
-"""The flow of an optimizer's values: turns placed equations into pieces, one per home and phase.
+"""The data flow of an optimizer: its equations, divided into one piece per home and phase.
 
 A home is a layer or the global program, and a piece is the part of the optimizer that a home runs
 in one phase (see `jvpipe.programs.optimizer_pieces`). Layers send vectors (PARTIAL) to the global
@@ -8,8 +8,8 @@ program, which sends vectors (GLOBAL) back. Time runs to the right:
     layer 1    piece 0   PARTIAL >  global 0  > GLOBAL   piece 1
 
 Values of one type that a home sends in one phase are packed into one vector, so that a piece has
-few arguments. A costly value that a layer needs again in a later phase is KEPT; a cheap one is
-computed again.
+few arguments. If a layer needs a value again in a later phase, it keeps a costly value (KEPT) and
+computes a cheap one again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,16 +27,16 @@ from jvpipe.trace.primitives import is_cheap
 
 @dataclass(frozen=True)
 class Flow:
-    """Placed equations between named inputs and results.
+    """An optimizer's equations, their homes, and the slots of their inputs and results.
 
     Attributes:
         eqns: the equations, in their order.
-        constants: the constants that they closed over.
+        constants: the constants that the equations close over.
         inputs: the slot of each input.
         outputs: the results.
-        placement: where each equation runs.
+        placement: the home and the phase of each variable.
         layers: the layers that own parameters.
-        shared: state of which the global program has a copy, besides the copies of all layers.
+        shared: the slots of state of which the global program has a copy, as all layers do.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -48,7 +48,7 @@ class Flow:
     shared: frozenset[Slot] = frozenset()
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Returns all pieces in a possible order: by phase, in each the global one last."""
+        """Returns all pieces in an order in which they can run: by phase, the global piece last."""
         homes: list[Home] = [*self.layers, "global"]
         pieces = [piece for home in homes for piece in self._pieces_of(home)]
         return tuple(sorted(pieces, key=lambda piece: (piece.phase, piece.layer is None)))
@@ -72,7 +72,6 @@ class Flow:
         for eqn in reversed(self.eqns):
             asking = set().union(*(readers[v] for v in eqn.outvars))
             home = self._home(eqn)
-            # An equation that runs everywhere is run by the homes that need its results.
             running: set[Home] = {home} if asking and home != "everywhere" else asking
             for var in jaxprs.variables(eqn.invars):
                 readers[var] |= running
@@ -84,7 +83,7 @@ class Flow:
 
     @cached_property
     def _vectors(self) -> dict[Slot, list[Var]]:
-        """The values in each vector between layers and the global program, in their order."""
+        """The values in each vector between layers and the global program, in order."""
         vectors: dict[Slot, list[Var]] = {}
         for var, needing in self.readers.items():
             home = self.placement.of(var).home
@@ -99,7 +98,7 @@ class Flow:
         return vectors
 
     def _home(self, eqn: JaxprEqn) -> Home:
-        """Returns the home at which an equation runs, and at which all its results are made."""
+        """Returns the home that runs an equation, and so makes all its results."""
         return self.placement.of(eqn.outvars[0]).home
 
     @cached_property
@@ -113,16 +112,16 @@ class Flow:
     def _eqns_for(self, home: Home) -> list[JaxprEqn]:
         """Returns the equations that a layer or the global program may run.
 
-        Layers that are alike get their equations in the same order, so that they share a program.
+        Layers of equal structure get their equations in the same order, so they share a program.
         """
         if home == "global":
             return [eqn for eqn in self.eqns if not isinstance(self._home(eqn), int)]
-        # Each layer runs for itself the equations that run everywhere.
+        # Each layer runs its own copy of the equations that run everywhere.
         everywhere = self._eqns_of.get("everywhere", [])
         return [*everywhere, *self._eqns_of.get(home, [])]
 
     def _unchanged(self, out: Output) -> bool:
-        """Tells whether a result is the input of the same slot."""
+        """Tells whether a result is the unchanged input of its slot."""
         if not isinstance(out.atom, Var):
             return False
         return self.inputs.get(out.atom) == out.slot
@@ -137,7 +136,7 @@ class Flow:
         return holders
 
     def _sent_by(self, home: Home) -> dict[int, list[Slot]]:
-        """Returns, for each phase, the vectors that a layer or the global program makes."""
+        """Returns, for each phase, the vectors that a layer or the global program sends."""
         sent: dict[int, list[Slot]] = {}
         for slot in self._vectors:
             # GLOBAL vectors are made by the global program, PARTIAL ones by the layer in `source`.
@@ -151,7 +150,7 @@ class Flow:
 
         All results are made in the last phase.
         """
-        # A result that is its own input, such as a frozen parameter, stays where it is.
+        # No piece writes a result that is an unchanged input, such as a frozen parameter.
         of_home = (out for out in self.outputs if home in self._holders(out))
         results = [out for out in of_home if not self._unchanged(out)]
         sent = self._sent_by(home)
@@ -194,10 +193,10 @@ class Flow:
         home: Home,
         needed: Mapping[int, Sequence[Atom]],
     ) -> dict[int, "_Run"]:
-        """Returns what a home runs in each phase.
+        """Returns the equations that a home runs in each phase, with the values that they read.
 
-        A layer runs a costly equation once, in the first phase that needs it, and a cheap equation
-        in every phase that needs it.
+        A layer runs a costly equation once, in the first phase that needs it. All other equations
+        run in every phase that needs them.
 
         Args:
             home: the layer, or the global program.
@@ -208,7 +207,7 @@ class Flow:
         for phase, atoms in needed.items():
             run = _Run.of(eqns, atoms, self.constants)
             runs[phase] = run
-            # A layer keeps the results of costly equations for later phases.
+            # A layer keeps the results of costly equations, so later phases need not run them.
             if home != "global":
                 done = {id(eqn) for eqn in run.eqns if not is_cheap(eqn)}
                 eqns = [eqn for eqn in eqns if id(eqn) not in done]
@@ -223,14 +222,14 @@ class Flow:
             for eqn in run.eqns:
                 if not is_cheap(eqn):
                     costly.update(eqn.outvars)
-        # A run computes what it needs, unless an earlier run has computed it. So a costly value
-        # that a run reads was computed by an earlier run.
+        # A run computes every value that it needs, unless an earlier run has computed the value. So
+        # a costly value that a run reads as an argument comes from an earlier run.
         reads = [v for run in runs.values() for v in run.reads]
         kept = dict.fromkeys(v for v in reads if v in costly)
         return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(kept)}
 
     def _slot(self, var: Var, reader: Home) -> Slot:
-        """Returns the slot in which a reader finds a value: the slot of an input, or a vector."""
+        """Returns the slot from which a home reads a value: an input's slot, or a vector."""
         home, phase = self.placement.of(var)
         dtype = str(_jax.aval(var).dtype)
         if home in ("everywhere", reader):

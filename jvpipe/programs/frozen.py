@@ -1,17 +1,17 @@
-"""Frozen parameters: an optimizer returns them unchanged, and nobody reads their gradients.
+"""Frozen parameters: the optimizer returns them unchanged, and nothing else needs their gradients.
 
-Both conditions are checked on the traced update, so they hold whatever the gradients are. Three
+Both conditions are checked on the traced update, so they are true for any gradients. Three
 examples, with a parameter p, its gradient g and its moment mu:
 
-    what the update computes                  p stays    g is needed             p is frozen
-    g -> 0 (set_to_zero), p + 0               yes        no                      yes
-    g -> mu -> 0 (masked), p + 0              yes        only for the next mu    yes, without mu
-    g -> norm -> other parameters, p + 0      yes        yes                     no
+    what the update computes                  p unchanged    g is needed             p is frozen
+    g -> 0 (set_to_zero), p + 0               yes            no                      yes
+    g -> mu -> 0 (masked), p + 0              yes            only for the next mu    yes, without mu
+    g -> norm -> other parameters, p + 0      yes            yes                     no
 
-(p + 0 equals p except for the sign of a zero, which a frozen parameter keeps.)
+(p + 0 turns -0.0 into 0.0, but a frozen parameter keeps its -0.0.)
 
-A primitive that is missing from the lists below costs only time and memory: a parameter is then
-updated to the value that it already has.
+If a primitive is missing from the lists below, some parameters are not recognized as frozen. This
+costs only time and memory, because the update gives such a parameter the value that it already has.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -39,7 +39,7 @@ _AS_IT_IS = frozenset(
         "stop_gradient",
     }
 )
-"""Primitives that yield their operand, if the shape stays and the new type holds every value."""
+"""Primitives that yield their operand, if its shape stays and the new type can represent it."""
 _OF_ZEROS = _AS_IT_IS | {
     "add",
     "add_any",
@@ -62,8 +62,8 @@ def without_frozen(
     """Finds the frozen parameters of an optimizer, and returns the optimizer without their state.
 
     Args:
-        traced: the optimizer, traced over all parameters; `traced.frozen` are known to be frozen.
-        readers: for each parameter, how many gradients the update takes.
+        traced: the optimizer, traced over all parameters; `traced.frozen` were found earlier.
+        readers: for each parameter, the number of its gradients that the update takes.
     """
     update = _Update.of(traced, readers)
     newly_frozen: set[int] = set()
@@ -108,8 +108,8 @@ class _Update:
     @staticmethod
     def of(traced: TracedOptimizer, readers: Sequence[int]) -> "_Update":
         """Divides the inputs into gradients, a weight if there is one, parameters and state."""
-        # Gradients are counted from the front, parameters and state from the back, because a weight
-        # may stand between them.
+        # Gradients are counted from the front, and parameters and state from the back, because a
+        # weight may come between the two groups.
         #
         #     gradients of 0 | of 1 | ... | (weight) | parameters | state
         inputs = traced.update.jaxpr.invars
@@ -139,10 +139,10 @@ class _Update:
     def state_alone(self, i: int) -> set[int] | None:
         """Returns the leaves of a parameter's own state if nothing else needs its gradient.
 
-        The gradient is followed forward through all values that are made of it. If such a value is
-        a leaf of the parameter's own state, the leaf is followed in turn, as an input of the next
-        update. The search ends, because it looks at each value once. It mostly ends early: a value
-        that all parameters need, such as a norm, soon leads to a result of another parameter.
+        The gradient is followed forward through all values that are computed from it. If such a
+        value is a leaf of the parameter's own state, the leaf is followed in turn, as an input of
+        the next update. The search visits each value once, and mostly ends early: a value that all
+        parameters need, such as a norm, soon leads to a result of another parameter.
 
         Args:
             i: the parameter.
@@ -191,11 +191,11 @@ class _Update:
         return results
 
     def leaving(self, frozen: Collection[int], unread: Collection[int]) -> ClosedJaxpr:
-        """Returns an update that leaves out some parameters and some of the state.
+        """Returns the update without the work for some parameters and without some of the state.
 
         Args:
-            frozen: parameters, which the new update returns unchanged.
-            unread: leaves of the state, which the new update neither takes nor yields.
+            frozen: the parameters that the new update returns unchanged.
+            unread: the leaves of the state that the new update neither takes nor yields.
         """
         results = list(self.closed.jaxpr.outvars)
         for i in frozen:
@@ -210,7 +210,7 @@ class _Update:
 
 
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
-    """Maps each value that equals an input, whatever the inputs are, to that input.
+    """Maps values to the inputs that they always equal, for any values of the inputs.
 
     One pass over the equations shows for each value whether it equals an input, is zero, or
     neither.
@@ -258,8 +258,8 @@ def _origin(
     if name in ("add", "add_any") and are_zeros[0]:
         return origins[1]
     if name == "select_n":
-        # The result is one of the cases: if all cases are equal to the same input, so is the
-        # result.
+        # The first operand selects one of the others. If all of these equal the same input, so does
+        # the result.
         first, *others = origins[1:]
         return first if all(origin is first for origin in others) else None
     if name not in _AS_IT_IS or origins[0] is None:
@@ -320,8 +320,8 @@ def _type(var: Var) -> np.dtype:
 
 
 def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:
-    """Returns the tree of the state, with optax's `MaskedNode` in place of unread leaves."""
-    import optax  # late, as in jvpipe/ir/optimizer.py
+    """Returns the tree of the state, with optax's `MaskedNode` in place of the unread leaves."""
+    import optax  # late, because importing optax takes long
 
     leaves = [optax.MaskedNode() if k in unread else 0 for k in range(tree.num_leaves)]
     masked = jax.tree.unflatten(tree, leaves)

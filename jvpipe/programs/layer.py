@@ -4,21 +4,22 @@
     forward     inputs                                            outputs, residuals
     backward    sources, cotangents, partial sums, accumulators   accumulators, cotangents
 
-A candidate is a value inside a layer whose fate can be chosen, such as the result of a product. The
-residuals are the candidates that are kept, and a few values that are not candidates. The sources
-are the inputs, outputs and residuals that the backward reads. A partial sum is the sum of the
-cotangents that later layers have computed for an input of this layer. An accumulator is the sum of
-a parameter's gradients.
+A candidate is a value inside a layer that can be kept, swapped or recomputed, such as the result of
+a product. The residuals are the candidates that the forward saves, and a few values that are not
+candidates. The sources are the inputs, outputs and residuals that the backward reads. A partial sum
+is the sum of the cotangents that later layers have computed for an input of this layer. An
+accumulator is the sum of a parameter's gradients.
 
 In a layer's `Body`, `moving` are the inputs that gradients would flow to if no parameter were
 frozen, and `active` marks the outputs that would then get cotangents. Given the frozen parameters,
 `returned` marks the inputs whose gradients are used, and `received` the outputs that get
-cotangents. `share` is the factor of the loss on a replica's slice of the micro-batch.
+cotangents. `share` is the factor by which the loss on a replica's slice counts in the loss of the
+micro-batch.
 
-The layer runs under `jax.checkpoint` with a policy that saves the candidates to be kept. The
-backward (`jvpipe.programs.layer_backward`) recomputes everything else. Results are bitwise
-identical for any choice of candidates, because a candidate has the same value whether it was kept
-or recomputed (`jvpipe.programs.layer_values`).
+The layer runs under `jax.checkpoint` with a policy that saves the chosen candidates. The backward
+(`jvpipe.programs.layer_backward`) recomputes everything else. Results are bitwise identical for any
+choice of candidates, because a candidate has the same value whether it is saved or recomputed
+(`jvpipe.programs.layer_values`).
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -60,12 +61,12 @@ class LayerPrograms:
 
     @cached_property
     def recompute(self) -> ClosedJaxpr:
-        """The forward for recomputing, which prints nothing, because the first run has printed."""
+        """The forward without its `jax.debug` calls, for running it a second time."""
         return jaxprs.silent(self.forward)
 
     @cached_property
     def on_trial(self) -> "LayerPrograms":
-        """The same programs for timing, with a backward that prints nothing."""
+        """The same programs for timing, with a backward without `jax.debug` calls."""
         backward = jaxprs.silent(self.backward)
         return self if backward is self.backward else replace(self, backward=backward)
 
@@ -103,7 +104,7 @@ def differentiate(
     Args:
         body: the layer's equations.
         kept: the names of the candidates that the forward saves.
-        partial: the ids of tensors that later layers read, too. The cotangents from those layers
+        partial: the ids of the inputs that later layers also read. The cotangents from those layers
             come in as partial sums, to which this layer adds its own.
     """
     summed = []
@@ -111,8 +112,8 @@ def differentiate(
         ref = body.reads[i]
         if ref.kind == ValueKind.TENSOR and ref.index in partial:
             summed.append(i)
-    # The traced forward yields everything that its derivative closes over. Which of these values
-    # are residuals is found below.
+    # The traced forward yields everything that its derivative closes over. The code below selects
+    # the residuals among these values.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     results = closed.jaxpr.outvars
@@ -128,15 +129,14 @@ def differentiate(
         summed,
         calls,
     )
-    # The forward keeps only the residuals that the traced backward reads. The kept residuals get
-    # new numbers, from 0.
+    # The forward yields only the residuals that the traced backward reads, numbered from 0.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {}
     for i, v in enumerate(used):
         renumber[sources[v]] = ("residual", i)
     forward = jaxprs.yielding(closed, [*outputs, *used])
-    # A residual that is not a candidate has no name of its own.
+    # A residual that is not a candidate has no name yet.
     names = _candidate_names(forward.jaxpr.eqns)
     arrays = []
     for i, v in enumerate(used):
@@ -153,8 +153,8 @@ def differentiate(
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
     """Returns the names of the candidates among the values of some equations.
 
-    A value that `jax.checkpoint` saves passes through a `reduce_precision` that changes nothing;
-    its result has the same name.
+    A value that `jax.checkpoint` saves passes through a `reduce_precision` that changes nothing.
+    The result of this equation gets the same name.
     """
     names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
@@ -178,10 +178,10 @@ def _trace_forward(
 ) -> tuple[ClosedJaxpr, Any]:
     """Traces the forward; its outputs include every value that the backward closes over.
 
-    The `summed` inputs are passed on as outputs, too. Such an output's cotangent is the partial sum
-    from later layers. The derivative adds this layer's own cotangents to that sum. If the later
-    layers were part of this one, the derivative would add in the same order. So the order does not
-    depend on where layers are cut.
+    The `summed` inputs are passed on as additional outputs. The cotangent of such an output is the
+    partial sum from later layers, to which the derivative adds this layer's own cotangents. If the
+    later layers were part of this one, the derivative would add in the same order. So the order
+    does not depend on where layers are cut.
 
     Args:
         body: the layer's equations.
@@ -191,7 +191,7 @@ def _trace_forward(
     Returns:
         The forward, and the tree that rebuilds the backward from the values that it closes over.
     """
-    trees = []  # a traced function returns only arrays, so it leaves the tree here
+    trees = []  # `forward` appends the tree here, because a traced function returns only arrays
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
 
     def forward(*xs: Any) -> list[Any]:
@@ -222,15 +222,15 @@ def _trace_forward(
 
 
 def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
-    """Returns where the backward finds each value that the traced forward yields.
+    """Returns the source from which the backward reads each value that the traced forward yields.
 
-    An input or output of the layer has a buffer already, so the forward need not leave it again.
+    An input or output of the layer already has a buffer, so it need not become a residual.
     """
     results = closed.jaxpr.outvars
     outputs = results[:n_out]
     leaves = results[n_out:]
-    # The first of equal outputs counts, so it is assigned last (`reversed`). An output that is also
-    # an input counts as an input, so inputs are assigned after all outputs.
+    # Later assignments win. Among equal outputs the first one is the source, so outputs are
+    # assigned in reverse order. An output that is also an input counts as an input.
     sources: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
         if not isinstance(v, _jax.Literal):

@@ -1,11 +1,11 @@
-"""A layer's backward: it is traced whole, and then loses the results that nobody needs.
+"""A layer's backward, which is traced with all its results and then loses the unneeded ones.
 
 The whole backward has all gradients and cotangents, as if no parameter were frozen. If later layers
-yield no partial sum for an input, because its cotangent is not needed, zeros take the place of that
-sum. Unneeded results are removed only after the steps that decide how the compiler rounds. So
-freezing a parameter does not change how the other gradients are rounded.
+yield no partial sum for an input, because its cotangent is not needed, zeros replace that sum.
+Unneeded results are removed only after the steps that decide how the compiler rounds. So freezing a
+parameter does not change how the other gradients are rounded.
 
-The words of this file are explained at the top of `jvpipe.programs.layer`.
+The docstring of `jvpipe.programs.layer` defines the terms of this file.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -35,19 +35,19 @@ def trace_backward(
     summed: Sequence[int],
     printed: Collection[Hashable],
 ) -> tuple[ClosedJaxpr, Signature]:
-    """Traces a layer's backward, and removes the results that nobody needs.
+    """Traces a layer's backward, and removes the unneeded results.
 
     Args:
         body: the layer's equations.
         tree: rebuilds the derivative from the leaves.
-        leaves: the values that the forward has left, each with where it is found, and its shape.
+        leaves: the source and the shape of each value that the derivative closes over.
         summed: inputs whose cotangents come in as partial sums.
         printed: the `jax.debug` calls that the forward runs, including any inside derivative rules.
             The backward leaves these calls out.
     """
     roles = _Roles.of(body, summed)
     whole = _whole_backward(body, roles, tree, leaves)
-    # First the steps that decide how the compiler rounds, then those that only leave results out.
+    # The steps that decide how the compiler rounds come first. The later ones only drop results.
     quiet = jaxprs.silent(whole, printed)
     closed = settle_halves(upright(quiet), len(roles.parameters))
     inputs = (*roles.parameters, *roles.tensors)
@@ -78,9 +78,9 @@ class _Roles:
         parameters: the inputs with gradients.
         tensors: the inputs with cotangents.
         summed: the inputs whose cotangents later layers have begun to sum.
-        partial: those of `summed` whose partial sum comes in; the others get zeros.
+        partial: the inputs of `summed` whose partial sums are arguments; the others get zeros.
         active: the outputs with cotangents.
-        taken: those of `active` whose cotangents come in; the others get theirs from `_cotangent`.
+        taken: the outputs of `active` whose cotangents are arguments; `_cotangent` makes the rest.
     """
 
     parameters: tuple[int, ...]
@@ -92,7 +92,7 @@ class _Roles:
 
     @staticmethod
     def of(body: Body, summed: Sequence[int]) -> "_Roles":
-        """Sorts the inputs and outputs of a layer; `summed` are some of its inputs."""
+        """Sorts the inputs and outputs of a layer by role; `summed` are numbers of inputs."""
         kinds = [ref.kind for ref in body.reads]
         active = [i for i, is_active in enumerate(body.active) if is_active]
         from_later = [i for i in active if body.received[i] and body.writes[i] != _LOSS]
@@ -116,9 +116,9 @@ def _whole_backward(
 
     Args:
         body: the layer's equations.
-        roles: the roles of its inputs and outputs.
+        roles: the roles of the layer's inputs and outputs.
         tree: rebuilds the derivative from the leaves.
-        leaves: the values that the forward has left, each with where it is found, and its shape.
+        leaves: the source and the shape of each value that the derivative closes over.
     """
     shapes = dict(leaves)
 
@@ -165,13 +165,13 @@ def _without_unread(
     sources: Sequence[Source],
     gradients: Sequence[int],
 ) -> tuple[ClosedJaxpr, list[Source]]:
-    """Drops the inputs that a backward does not read: sources, and sums for frozen parameters.
+    """Drops the sources that a backward does not read, and the sums for frozen parameters.
 
     Args:
         closed: the backward; its inputs begin with the sources and end with the sums of gradients.
         body: the layer's equations.
-        sources: where the backward finds the values that the forward has left.
-        gradients: the parameters to which the sums of gradients belong.
+        sources: the sources of the values that the derivative closes over.
+        gradients: the inputs of the layer to which the sums of gradients belong.
 
     Returns:
         The backward, and the sources that are left.
@@ -190,11 +190,11 @@ def _without_unread(
 
 
 def _cotangent(body: Body, i: int) -> jax.Array:
-    """Returns the cotangent of an output to which no later layer sends one.
+    """Returns the cotangent of an output that gets none from later layers.
 
-    For the loss it is `body.share`, the factor with which this slice's loss counts in the loss of
-    the whole micro-batch. A slice is the part of a micro-batch that one replica of a stage has.
-    Without slices, the factor is 1. For other outputs the cotangent is zeros.
+    The cotangent of the loss is `body.share`, the factor by which this slice's loss counts in the
+    loss of the whole micro-batch. A slice is the part of a micro-batch that one replica of a stage
+    computes. Without slices, the factor is 1. The cotangents of other outputs are zeros.
     """
     output = body.outputs[i]
     if body.writes[i] == _LOSS:

@@ -1,9 +1,10 @@
 """The values of a layer's candidates and outputs, bitwise identical in all programs.
 
-A candidate may be kept by the forward or recomputed by the backward, and both programs have to give
-the same value. So its value comes from a call that is compiled alike in all programs (see
-`jvpipe.programs.outlining`), and only its derivative comes from the layer's own equations. A
-candidate also goes through an optimization barrier, so the compiler never fuses it with readers.
+The forward may keep a candidate, or the backward may recompute it, and both programs have to give
+the same value. So the value comes from a call that is compiled the same way in all programs (see
+`jvpipe.programs.outlining`), and only the derivative comes from the layer's own equations. A
+candidate also goes through an optimization barrier, so the compiler never fuses it with equations
+that read it.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from jvpipe.trace.body import Body
 def run_layer(body: Body, inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a layer.
 
-    Everything is computed twice: by the layer's equations, through which gradients flow, and by
-    calls, which no gradient enters. A candidate or output takes its value from the call and its
-    derivative from the equations. The compiler drops results that nobody reads.
+    Each value is computed twice: by the layer's equations, through which gradients flow, and by
+    calls, through which no gradient flows. A candidate or output takes its value from the call and
+    its derivative from the equations. The compiler drops results that are not read.
 
     Args:
         body: the layer's equations.
@@ -35,7 +36,7 @@ def run_layer(body: Body, inputs: Sequence[Any]) -> list[Any]:
     calls = outline(body)
     for position, eqn in enumerate(body.eqns):
         jaxprs.run_jaxpr([eqn], env)
-        if eqn.effects:  # an equation with effects runs once, and calls read its results
+        if eqn.effects:  # it runs only once, and calls read its results
             fixed |= {v: jax.lax.stop_gradient(env[v]) for v in eqn.outvars}
         elif position in calls:
             fixed |= calls[position](fixed)
@@ -56,8 +57,8 @@ def run_layer(body: Body, inputs: Sequence[Any]) -> list[Any]:
     return results
 
 
-# Has the value of the second argument and the derivative of the first. The two arguments differ
-# only by how they are rounded.
+# Returns the second argument, with the derivative of the first. The values of the two arguments
+# differ only in how they are rounded.
 _valued = jax.custom_jvp(lambda differentiable, value: value)
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
@@ -65,7 +66,7 @@ _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 def _candidate(x: jax.Array, name: str) -> jax.Array:
     """Returns a value that can be saved under a name.
 
-    `jax.checkpoint` saves no complex values: they are saved as their real and imaginary parts.
+    `jax.checkpoint` cannot save complex values, so their real and imaginary parts are saved.
     """
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)

@@ -1,6 +1,6 @@
 """The small programs around the layers: they reduce losses and aux, and make fresh accumulators.
 
-Aux is what a loss returns beside its value (`has_aux`).
+Aux are the values that a loss function returns besides the loss (`has_aux`).
 """
 
 import functools
@@ -21,13 +21,13 @@ from jvpipe.programs.store import Program, added_up, added_weights, types_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The slices on which replicas made a loss or a leaf of aux, and how to join what they made."""
+    """The slices on which replicas computed a value, such as a loss, and how to join the parts."""
 
     slices: tuple[Examples, ...]
     spread: Spread
 
     def whole(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Joins the values that replicas made on a micro-batch's slices, in the slices' order."""
+        """Joins the parts that replicas computed on a micro-batch's slices, in slice order."""
         match self.spread.over:
             case Over.NONE | Over.FIRST:
                 return values[0]
@@ -45,7 +45,7 @@ class Parts:
                 raise AssertionError(f"{self.spread} cannot be joined")
 
     def _mean(self, values: Sequence[jax.Array]) -> jax.Array:
-        # Each value counts by its number of examples, because slices may differ in size.
+        # Slices may differ in size, so each value is weighted by its number of examples.
         sizes = [s.size for s in self.slices]
         examples = sum(sizes)
         parts = []
@@ -65,8 +65,9 @@ def loss_program(
 
     The loss is the mean over the micro-batches. If losses are `Weighted`, the loss is
     `sum(total) / sum(weight)`, and the sum of the weights is the next result. A leaf of aux is
-    reduced as the user says. If the user says nothing, a leaf that is `Weighted` or a
-    floating-point scalar is reduced like the loss; any other is stacked along a new first axis.
+    reduced as the user chose (`aux_reduce`). Without a choice, a leaf that is `Weighted` or a
+    floating-point scalar is reduced like the loss, and any other leaf is stacked along a new first
+    axis.
 
     Args:
         graph: the layer graph of the model.
@@ -82,8 +83,8 @@ def loss_program(
         losses = columns[:n_losses]
         aux = columns[n_losses:]
         loss = added_up(losses[0])
-        # Totals and weights are summed apart, and only the quotient of the sums is the loss. So the
-        # loss does not depend on which micro-batch has which examples.
+        # Totals and weights are summed separately, and the loss is the quotient of the two sums. So
+        # the loss does not depend on which micro-batch has which examples.
         if graph.weighted:
             weight = added_weights(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
@@ -104,7 +105,7 @@ def loss_program(
 
 
 def _reduced(values: Sequence[jax.Array], how: AuxReduction | None) -> jax.Array:
-    """Reduces the values that a leaf of aux had in the micro-batches; None stacks them."""
+    """Reduces the values of a leaf of aux over the micro-batches; None stacks them."""
     match how:
         case None:
             return jnp.stack(values)

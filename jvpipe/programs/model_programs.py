@@ -1,4 +1,4 @@
-"""The programs of a model, ready to be compiled: those of its layers and of its optimizer."""
+"""The programs of a model's layers and of its optimizer, ready to be compiled."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -28,10 +28,10 @@ def layer_programs(
     """Returns the forward and the backward of every layer.
 
     Args:
-        store: keeps the programs.
+        store: makes and stores the programs.
         traced: the model.
-        share: how many of its candidates a layer's forward keeps; or the fates of a plan, which
-            name the candidates to keep.
+        share: the share of its candidates that each layer's forward keeps, or the fates of a plan,
+            which name the candidates to keep.
     """
     layers = range(len(traced.graph.layers))
     return tuple(programs_of(store, traced, layer, share) for layer in layers)
@@ -46,7 +46,7 @@ def programs_of(
     """Returns the forward and the backward of one layer.
 
     Args:
-        store: keeps the programs.
+        store: makes and stores the programs.
         traced: the model.
         number: the number of the layer.
         share: as for `layer_programs`.
@@ -61,17 +61,17 @@ def programs_of(
 
 
 def partial_inputs(graph: LayerGraph, layer: Layer) -> list[int]:
-    """Returns the tensors that a layer reads and that a later layer reads, too.
+    """Returns the ids of the tensors that both a layer and a later layer read.
 
-    The cotangents of a tensor are summed from its last reader to its first, so every reader except
-    the last one adds to a partial sum.
+    The cotangents of a tensor are summed from its last reader to its first. So every reader except
+    the last adds to a partial sum.
     """
     read = layer.reading(ValueKind.TENSOR)
     return [t for t in read if graph.tensors[t].readers[-1] != layer.id]
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
-    """Returns the candidates of a layer that are kept; "half" keeps every other one.
+    """Returns the names of the candidates to keep; "half" keeps every other candidate.
 
     >>> kept_names(["a", "b", "c"], "half")
     ['a', 'c']
@@ -80,20 +80,20 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
 
 
 def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
-    """Returns a layer's forward, ready to be compiled; for recomputing, one that prints nothing."""
+    """Returns a layer's forward; `recompute` leaves out the `jax.debug` calls, which ran before."""
     if recompute and programs.recompute is not programs.forward:
         return Program.of(programs.recompute, key=("F again", programs.key))
     return Program.of(programs.forward, key=("F", programs.key))
 
 
 def evaluation_program(body: Body) -> Program:
-    """Returns a layer's forward for evaluation, which leaves nothing for a backward."""
+    """Returns a layer's forward for evaluation, which yields no residuals."""
     closed = inference(body)
     return Program.of(closed, key=("E", program_key(closed)))
 
 
 def backward_program(programs: LayerPrograms) -> Program:
-    """Returns a layer's backward, which adds to the sums that it takes, and overwrites them."""
+    """Returns a layer's backward, which adds in place to the sums that it takes."""
     signature = programs.signature
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
@@ -104,7 +104,7 @@ def backward_program(programs: LayerPrograms) -> Program:
 def input_program(programs: LayerPrograms) -> Program:
     """Returns the half of a layer's backward that yields cotangents.
 
-    It adds to the partial sums that it takes, and overwrites them.
+    The program adds in place to the partial sums that it takes.
     """
     halves = _halves(programs)
     signature = halves.signature.input
@@ -116,7 +116,7 @@ def input_program(programs: LayerPrograms) -> Program:
 def weight_program(programs: LayerPrograms) -> Program:
     """Returns the half of a layer's backward that yields gradients.
 
-    It adds to the accumulators that it takes, and overwrites them.
+    The program adds in place to the accumulators that it takes.
     """
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
@@ -132,14 +132,14 @@ def _halves(programs: LayerPrograms) -> Halves:
 def single_backward_program(programs: LayerPrograms) -> Program:
     """Returns a layer's backward for schedules that update after each micro-batch.
 
-    It takes no accumulators, because there are no earlier gradients to add to.
+    The program takes no accumulators, because there are no earlier gradients to add to.
     """
     signature, avals = programs.signature, programs.backward.in_avals
     taken = len(avals) - len(signature.gradients)
     run = _jax.jaxpr_as_fun(programs.backward)
 
     def fn(*arrays: jax.Array) -> tuple[Any, ...]:
-        # The same backward runs, with zeros for accumulators: its results are bitwise identical.
+        # The same backward runs with zeros as accumulators, so results are bitwise identical.
         zeros = (jnp.zeros(a.shape, a.dtype) for a in avals[taken:])
         return (*run(*arrays, *zeros), jnp.int32(0))
 
@@ -156,9 +156,9 @@ def single_backward_program(programs: LayerPrograms) -> Program:
 
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
-    """Returns a piece of the optimizer, ready to be compiled.
+    """Returns the program of a piece of the optimizer.
 
-    With `keeps` the program does not overwrite its parameters.
+    With `keeps`, the program does not overwrite its parameters.
     """
     is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
     donated = tuple(i for i in piece.donated if not is_kept[i])

@@ -1,10 +1,10 @@
-"""Cuts an optimizer into pieces, each of which runs where the arrays that it reads lie.
+"""An optimizer cut into pieces, each of which runs with the layer whose arrays it reads.
 
 `optimizer.update` and `optimizer.init` are traced over the whole tree of parameters. Every
 parameter has an owner, which is a layer; the layer also owns the optimizer's state that belongs to
 the parameter. Each traced equation runs with the layer that owns its operands. An equation that
-mixes layers, such as that of a global norm, runs in a global program. The home of a value or an
-equation is a layer, the global program, or everywhere; a value that is everywhere has a copy in
+mixes layers, such as the sum in a global norm, runs in a global program. The home of a value or an
+equation is a layer, the global program, or "everywhere". A value that is everywhere has a copy in
 each layer. The pieces of layers and the global program take turns, in phases. With clipping by the
 global norm:
 
@@ -13,7 +13,7 @@ global norm:
     0        global       the norm
     1        each layer   clipped gradients, Adam's moments, new parameters
 
-The cut decides where an equation runs, and must never change what the equation computes.
+The cut decides where an equation runs, and never changes what the equation computes.
 
 >>> import jax.numpy as jnp, optax
 >>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
@@ -59,9 +59,9 @@ class StateLeaf:
     """A leaf of the optimizer's state.
 
     Attributes:
-        array: its name, shape and type.
-        owner: the layer that has it; None if every layer has a copy.
-        parameter: the parameter that it belongs to; None if it belongs to none.
+        array: the leaf's name, shape and type.
+        owner: the layer that owns the leaf; None if every layer has a copy.
+        parameter: the parameter that the leaf belongs to, or None.
     """
 
     array: Array
@@ -73,17 +73,17 @@ class StateLeaf:
 class OptimizerCut:
     """An optimizer in pieces.
 
-    A piece reads and writes slots, which are names of arrays. Most slots name one array, whichever
-    piece uses them. The exception is state that belongs to no layer. Each layer has a copy of it,
-    and so has the global program if it reads that state. In a piece, the slot of such state names
-    the copy of the layer, or of the global program, that runs the piece. A leaf that no piece of
-    `update` writes stays as it is.
+    A piece reads and writes slots, which are names of arrays. Most slots name the same array in
+    every piece. The exception is state that belongs to no layer. Each layer has a copy of such
+    state, and so has the global program if it reads the state. In a piece, the slot of such state
+    names the copy of the layer, or of the global program, that runs the piece. A leaf that no piece
+    of `update` writes stays unchanged.
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
         update: the pieces of an update, in an order in which they can run.
         state: the leaves of the state.
-        state_tree: the tree of these leaves, as the optimizer has it.
+        state_tree: the tree structure of the state, as the optimizer returns it.
         cross_layer: the names of transformations through which a layer's update depends on other
             layers.
     """
@@ -96,9 +96,9 @@ class OptimizerCut:
 
     @cached_property
     def holders(self) -> frozenset[tuple[int, int | None]]:
-        """Pairs of a leaf of the state and a layer that has it or has a copy of it.
+        """Pairs of a leaf of the state and a layer that has the leaf or a copy of it.
 
-        None in place of a layer stands for the global program.
+        The global program is None in place of a layer.
         """
         holders = set()
         for piece in (*self.init, *self.update):
@@ -108,7 +108,7 @@ class OptimizerCut:
         return frozenset(holders)
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
-        """Returns the leaves of the state that a layer has; None stands for the global program."""
+        """Returns the leaves of the state that a layer has, or the global program (None)."""
         leaves = (i for i, holder in self.holders if holder == layer)
         return tuple(sorted(leaves))
 
@@ -133,13 +133,13 @@ def cut_optimizer(
         owners: the layer that owns each leaf, in tree order.
         readers: the number of layers that read each leaf. Each reader has a gradient accumulator,
             and the accumulators are added up in the order of the readers.
-        microbatches: the number by which gradients are divided; None if they are divided by
-            a weight, which is then an input of the update.
+        microbatches: the number by which gradients are divided. If it is None, the update takes
+            the divisor (a sum of weights) as an input.
         grad_norm: whether the update also yields the norm of all gradients. The norm is a
             diagnostic, and does not count as a dependence between layers.
         traced: the optimizer, if it was traced before with the same arguments except `owners`.
-        stacks: which leaves of `params` are slices of a stack, if the optimizer sees the stacks;
-            None if it sees the leaves of `params`.
+        stacks: which leaves of `params` are slices of stacks that the optimizer sees; None if the
+            optimizer sees the leaves of `params`.
         frozen: leaves that the optimizer does not see. Parameters that the optimizer itself leaves
             unchanged are found and frozen as well.
 
@@ -179,10 +179,10 @@ def _cut_traced(
 
     Args:
         traced: the optimizer.
-        programs: its update and its init.
+        programs: the optimizer's update and its init.
         owners: the layer that owns each parameter.
         names: the name of each parameter.
-        hint: is appended to the message if the optimizer cannot be cut.
+        hint: text to append to the error message if the optimizer cannot be cut.
     """
     update, init = programs
     of_leaf = list(map(Input, owners, names))
@@ -194,7 +194,7 @@ def _cut_traced(
         if not hint:
             raise
         raise ValueError(f"{error}{hint}") from error
-    # `init` has to make each leaf of the state in all homes in which the update has it.
+    # `init` makes each leaf of the state in all homes in which the update reads or writes the leaf.
     first = replace(init.flow(homes, flow.layers), shared=flow.shared)
     check_homes(first, homes)
     return OptimizerCut(
@@ -211,7 +211,7 @@ def _state_leaves(
     traced: TracedOptimizer,
     homes: Mapping[Slot, Input],
 ) -> tuple[StateLeaf, ...]:
-    """Returns the leaves of the state with their owners; those without an owner are everywhere."""
+    """Returns the leaves of the state with their owners; leaves without an owner are everywhere."""
     slots = update.of_kind(SlotKind.STATE)
     leaves = []
     for array, slot, parameter in zip(traced.state, slots, traced.parameter_of, strict=True):
@@ -228,8 +228,8 @@ def laid_state(
 ) -> OptimizerCut:
     """Returns the same optimizer, with its state cut over the devices of a mesh.
 
-    State that belongs to a parameter and has the parameter's shape is cut as the parameter is.
-    Other state stays whole.
+    State that belongs to a parameter and has the parameter's shape is cut like the parameter.
+    Other state is not cut, so every device has a full copy.
 
     Args:
         cut: the optimizer.
@@ -241,7 +241,7 @@ def laid_state(
         if leaf.parameter is None:
             return leaf
         parameter = parameters[leaf.parameter].array
-        # State of another shape, such as a factored moment, stays whole on each device.
+        # State of another shape, such as a factored moment, is not cut.
         if parameter.shape != leaf.array.shape:
             return leaf
         return replace(leaf, array=sharding.laid(leaf.array, parameter.spec))
@@ -262,7 +262,7 @@ def _names(params: Any, stacks: Stacks | None) -> list[str]:
 
 
 def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
-    """Returns the layers of an update: owners of parameters that it changes or has state for."""
+    """Returns the layers of an update: the owners of parameters that change or that have state."""
     changed = set(range(len(owners))) - traced.frozen
     with_state = {i for i in traced.parameter_of if i is not None}
     return sorted({owners[i] for i in changed | with_state})
@@ -274,8 +274,8 @@ def _cross_layer(flow: Flow) -> tuple[str, ...]:
     The norm of all gradients does not count as a result.
     """
     results = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
-    # If one layer makes a result that another one needs, the result crosses layers, even if its
-    # equation reads values of one layer only.
+    # A result that one layer makes and another layer needs crosses layers, even if the equation
+    # that makes it reads values of only one layer.
     relayed: set[Atom] = set()
     for out in results:
         maker = flow.placement.of(out.atom).home

@@ -1,4 +1,4 @@
-"""An optimizer traced as two straight lines of equations: its `update` and its `init`.
+"""An optimizer traced as two lists of equations without calls and branches: `update` and `init`.
 
 The update begins with the sums of the gradients and ends with the new parameters:
 
@@ -35,13 +35,13 @@ class TracedOptimizer:
 
     Attributes:
         update: takes the gradient accumulators of each parameter, the weight if there is one, the
-            parameters and the state, in this order. It returns the parameters, the state and, if
-            asked for, the norm of the gradients.
+            parameters and the state, in this order. It returns the parameters, the state and, with
+            `grad_norm`, the norm of the gradients.
         init: takes the parameters, and returns the state.
         state: the leaves of the state.
-        state_tree: the tree of these leaves.
+        state_tree: the tree structure of the state.
         parameter_of: for each leaf of the state the parameter that it belongs to, or None.
-        frozen: the parameters that are returned unchanged, and whose gradients nobody reads.
+        frozen: the parameters that are returned unchanged, and whose gradients are not read.
     """
 
     update: ClosedJaxpr
@@ -61,16 +61,17 @@ def trace_optimizer(
     grad_norm: bool,
     frozen: Collection[int] = (),
 ) -> TracedOptimizer:
-    """Traces an optimizer at the shapes of `params`; no array is made.
+    """Traces an optimizer for the shapes of `params`, without computing any array.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
         params: arrays or `ShapeDtypeStruct`.
         readers: the number of gradient accumulators of each leaf, which are added up.
-        microbatches: the number by which the sums are divided; None if it is an input (a float32).
+        microbatches: the number by which the sums are divided. If it is None, the update takes the
+            divisor as an input, a float32 scalar.
         grad_norm: whether the update also returns the norm of the gradients.
-        frozen: parameters that the optimizer does not see; in their place it finds optax's
-            `MaskedNode`.
+        frozen: parameters that the optimizer does not see; it gets optax's `MaskedNode` in their
+            place.
     """
     view = _View.of(optimizer, params, frozen)
     leaves = view.leaves
@@ -106,7 +107,7 @@ def trace_optimizer(
 
 @dataclass(frozen=True)
 class _View:
-    """An optimizer, and its view of the parameters: it sees those that are not frozen.
+    """An optimizer, and the parameters that it sees: all parameters that are not frozen.
 
     Attributes:
         optimizer: any `optax.GradientTransformation`.
@@ -133,7 +134,7 @@ class _View:
             params: all parameters, as arrays or as shapes and types.
             frozen: the numbers of the frozen parameters among the leaves of `params`.
         """
-        import optax  # late, as in jvpipe/ir/optimizer.py
+        import optax  # late, because importing optax takes long
 
         leaves, whole_tree = jax.tree.flatten(params)
         masked = [optax.MaskedNode() if i in frozen else x for i, x in enumerate(leaves)]
@@ -146,7 +147,7 @@ class _View:
         )
 
     def params(self, values: Sequence[Any]) -> Tree:
-        """Returns the tree that the optimizer sees, made of the values of all parameters."""
+        """Returns the tree that the optimizer sees, given the values of all parameters."""
         return self.tree.unflatten([values[i] for i in self.seen])
 
     def gradients(self, sums: Sequence[Sequence[Any]], by: Any) -> list[jax.Array]:
@@ -154,12 +155,12 @@ class _View:
 
         Args:
             sums: the gradient accumulators of each parameter.
-            by: the number by which their sums are divided.
+            by: the number by which the sum of the accumulators is divided.
         """
         return [mean(sums[i], by, self.leaves[i].dtype) for i in self.seen]
 
     def init(self, values: Sequence[Any]) -> Tree:
-        """Returns the optimizer's first state at some values of all parameters."""
+        """Returns the optimizer's first state, given the values of all parameters."""
         return call_optimizer(self.optimizer.init, self.params(values))
 
     def updated(
@@ -195,7 +196,7 @@ class _View:
         return new, state
 
     def check_shapes(self, new: Sequence[Any]) -> None:
-        """Checks that the optimizer changes no parameter's shape.
+        """Checks that the optimizer does not change the shape of any parameter.
 
         Args:
             new: the shapes of all parameters after an update.
@@ -222,7 +223,7 @@ class _View:
 
 
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
-    """Returns the leaves of a tree of shapes, by name."""
+    """Returns the leaves of a tree of shapes, with their names."""
     names = path_names(paths_of(tree))
     return tuple(
         Array(name, leaf.shape, str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
@@ -238,16 +239,17 @@ def paths_of(tree: Tree) -> list[Path]:
 def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
     """Returns the parameter that each leaf of the state belongs to, or None.
 
-    A leaf belongs to a parameter if its path is a prefix followed by the parameter's path. Every
-    other path that begins with this prefix must also go on with the path of a parameter. So
-    `hyperparams["b1"]` belongs to no parameter, even if a parameter is named `b1`:
-    `hyperparams["eps"]` has the same prefix, and no parameter is named `eps`.
+    A leaf belongs to a parameter if its path is a prefix followed by the parameter's path, and if
+    the prefix mirrors the parameters: after the prefix, every path that begins with it continues
+    with the path of a parameter. So `hyperparams["b1"]` belongs to no parameter, even if a
+    parameter is named `b1`, because `hyperparams["eps"]` has the same prefix and no parameter is
+    named `eps`.
 
     >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
     [1, 0, None, None]
     """
     #     path               prefix     rest
-    #     ("mu", "w")        "mu"       "w"         "mu" mirrors: after it, all paths are parameters
+    #     ("mu", "w")        "mu"       "w"         "mu" mirrors the parameters
     #     ("hyper", "b")     "hyper"    "b"         "hyper" does not, because of ("hyper", "c")
     leaf_of = {path: leaf for leaf, path in enumerate(params)}
 
@@ -258,8 +260,8 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
     cuts = [(path, n) for path in state for n in range(len(path) + 1)]
     prefixes = {path[:n] for path, n in cuts if path[n:] in leaf_of}
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
-    # If several prefixes of a path mirror, the shortest counts, because the longest parameter path
-    # follows it.
+    # If several prefixes of a path mirror the parameters, the shortest one counts, because the
+    # longest parameter path follows it.
     owner_of: dict[Path, int] = {}
     for path, n in cuts:
         if path[:n] in mirrored:
@@ -271,22 +273,22 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
     """Returns the answer of an optimizer's `update`, which must be (updates, state).
 
     Args:
-        answer: what `update` returned.
-        tree: the tree of the parameters, which the updates must have, too.
+        answer: the result of `update`.
+        tree: the tree structure of the parameters, which the updates must have.
 
     Raises:
-        ValueError: the answer is not such a pair.
+        ValueError: the answer is not a pair of updates and a state.
     """
     is_pair = isinstance(answer, tuple) and len(answer) == 2
     if is_pair and jax.tree.structure(answer[0]) == tree:
         return answer
     raise ValueError(
-        "the optimizer's update must return (updates, state), the updates in the containers of "
-        f"the parameters, not {jax.tree.structure(answer)}"
+        "the optimizer's update must return (updates, state), where updates has the tree structure "
+        f"of the parameters; it returned {jax.tree.structure(answer)}"
     )
 
 
-# Under `jit` leaves that are alike are traced once. With `inline` the jaxpr is what it would be
+# `jit` traces leaves of one shape and type only once. With `inline`, the jaxpr is the same as
 # without `jit`.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def mean(

@@ -1,13 +1,13 @@
-"""Outlines a layer: its candidates and results become calls, each compiled on its own.
+"""The outlining of a layer: its candidates and outputs become separately compiled calls.
 
-A candidate is a value whose fate can be chosen, so several programs may compute it. What XLA fuses,
-and how it simplifies, depends on everything that a program computes: a row divided by its norm may
-be rounded differently if the backward divides by that norm once more. Therefore a value that has to
-be bitwise identical in all programs is computed by a function of its own, which is compiled alike
-wherever it is called.
+A candidate is a value that may be kept, swapped or recomputed, so several programs may compute it.
+What XLA fuses and simplifies depends on everything that a program computes. For example, a row
+divided by its norm may be rounded differently if the backward divides by that norm once more.
+Therefore a value that has to be bitwise identical in all programs is computed by a separate
+function, which is compiled the same way in every program that calls it.
 
-In this example the candidates are c, which needs a and b, and e, which needs b and d; the output
-needs e. Two calls need b, so b gets a call of its own:
+In this example the candidates are c, which needs a and b, and e, which needs b and d. The output
+needs e. Two calls need b, so b gets a separate call:
 
     equations    a  b  c  d  e  out
     calls        [b]  [a c]  [d e]  [out]
@@ -31,7 +31,7 @@ from jvpipe.trace.primitives import is_move
 
 @dataclass(frozen=True)
 class Call:
-    """Equations from `inputs` to `outputs`, compiled as a function of their own."""
+    """Equations from `inputs` to `outputs`, compiled as a separate function."""
 
     eqns: tuple[JaxprEqn, ...]
     inputs: tuple[Var, ...]
@@ -55,17 +55,17 @@ class Call:
         return eqn.replace(invars=list(self.inputs), outvars=list(self.outputs))
 
     def __call__(self, env: dict[Var, Any]) -> dict[Var, Any]:
-        """Returns the outputs' values, made of values in `env` through which no gradient flows."""
+        """Returns the values of the outputs; no gradient flows through the values in `env`."""
         results = _jax.outlined(self._closed, jaxprs.read_by(self.inputs, env))
         return dict(zip(self.outputs, results, strict=True))
 
 
 def outline(body: Body) -> dict[int, Call]:
-    """Returns the calls of a layer, by the position of the equation whose results each one makes.
+    """Returns the calls of a layer, each by the position of the equation that it replaces.
 
-    The last call, which makes outputs, has the position after the last equation.
+    The last call, which makes the outputs, has the position after the last equation.
     """
-    # A candidate has a call of its own, and an input that is passed on needs none.
+    # A candidate already has a call, and an input that is also an output needs none.
     computed = (v for v in jaxprs.variables(body.outputs) if v not in body.inputs)
     outputs = dict.fromkeys(v for v in computed if v not in body.candidates)
     return calls(body.eqns, body.candidates, outputs)
@@ -76,32 +76,32 @@ def calls(
     candidates: Collection[Var],
     outputs: Collection[Var],
 ) -> dict[int, Call]:
-    """Returns calls by the position of the equation whose results each one makes.
+    """Returns the calls of some equations, each by the position of the equation that it replaces.
 
-    There is a call for each candidate, and a last one for the outputs. An equation whose results
-    several calls need gets a call of its own, unless it only moves its operand. The equations are
-    visited from last to first. So all readers of an equation are visited before it, and the calls
-    that need it are known. No equation is in two calls, except for moves.
+    Each candidate gets a call, and the last call makes the outputs. An equation whose results
+    several calls need gets a separate call, unless it only moves its operand. So no equation is in
+    two calls, except for moves. The equations are visited from last to first, so that the readers
+    of an equation, and with them the calls that need it, are visited before the equation.
 
     Args:
         body: a layer's equations.
-        candidates: values each of which gets a call.
-        outputs: values that the last call makes.
+        candidates: the values that each get a call.
+        outputs: the values that the last call makes.
     """
     last = len(body)
-    callers: defaultdict[Var, set[int]] = defaultdict(set)  # by value: the calls that need it
+    callers: defaultdict[Var, set[int]] = defaultdict(set)  # for each value, the calls that need it
     callers |= {v: {last} for v in outputs}
-    yielded: dict[int, Sequence[Var]] = {last: list(outputs)}  # by call
-    eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)  # by call: from last to first
+    yielded: dict[int, Sequence[Var]] = {last: list(outputs)}  # for each call, its results
+    eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)  # for each call, from last to first
     for position, eqn in reversed(list(enumerate(body))):
-        if eqn.effects:  # an equation with effects runs once, outside of calls
+        if eqn.effects:  # it runs only once, outside of calls
             continue
         needing = set().union(*(callers[v] for v in eqn.outvars))
         is_candidate = any(v in candidates for v in eqn.outvars)
         is_shared = len(needing) > 1 and not is_move(eqn)
         if is_candidate or is_shared:
-            # This equation is the last of a new call. The calls that need its results read them,
-            # and no longer contain the equations that make them.
+            # This equation is the last of a new call. Other calls read its results as arguments,
+            # and do not contain the equations that make them.
             needed = [v for v in eqn.outvars if v in candidates or callers[v]]
             yielded[position] = needed
             needing = {position}

@@ -1,15 +1,15 @@
-"""The homes of an optimizer's equations: one layer, everywhere, or the global program.
+"""The homes of an optimizer's equations: a layer, everywhere, or the global program.
 
-An equation runs at one of three homes. If its operands belong to one layer, it runs with that
-layer. If all operands are copies that every layer has, it runs everywhere: each layer that needs
-the result computes it. If its operands belong to several layers, it runs with the layer of the only
-large operand, or in the global program if none is large. Only values under `SMALL_BYTES`, and
+If the operands of an equation belong to one layer, the equation runs with that layer. If every
+layer has copies of all operands, the equation runs everywhere: each layer that needs the result
+computes it. If the operands belong to several layers, the equation runs with the layer of the only
+large operand, or in the global program if no operand is large. Only values under `SMALL_BYTES`, and
 vectors of which each layer has one, may leave their layer.
 
 Layers and the global program take turns, in phases (see `jvpipe.programs.places`). One pass over
-the equations, in their order, places all of them: a place depends on the operands' places, and on
-which layers' results need the equation (`destinations`). A second pass moves some equations to the
-global program (`send_early`).
+the equations, in their order, places all of them. The place of an equation depends on the places of
+its operands, and on the layers whose results need it (`destinations`). A second pass moves some
+equations to the global program (`send_early`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from jvpipe.programs.transformations import transformation
 from jvpipe.trace import jaxprs
 
 SMALL_BYTES = 1024
-"""Only smaller values, and vectors of which each layer has one, may leave their layer."""
+"""The limit: smaller values, and vectors of which each layer has one, may leave their layer."""
 
 
 def place_operands(
@@ -34,8 +34,8 @@ def place_operands(
 
     Args:
         eqns: the equations, without calls and branches (`straight_line`).
-        inputs: the homes of their free variables.
-        outputs: their results.
+        inputs: the homes of the equations' free variables.
+        outputs: the results of the optimizer.
 
     Raises:
         ValueError: an equation mixes large arrays of several layers, or has side effects.
@@ -54,12 +54,12 @@ def check_owned(
     outputs: Sequence[Output],
     at: VariablePlaces,
 ) -> None:
-    """Checks that no large result is made by one layer and needed elsewhere.
+    """Checks that no layer makes a large result that another home needs.
 
     Args:
         eqns: the equations that were placed.
-        inputs: the homes of their free variables.
-        outputs: their results.
+        inputs: the homes of the equations' free variables.
+        outputs: the results of the optimizer.
         at: the places of the equations.
 
     Raises:
@@ -81,8 +81,8 @@ def check_owned(
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
     """Returns, for each value, the only layer whose results depend on the value.
 
-    If results of several layers depend on the value, or a result that belongs to no single layer,
-    its entry is "everywhere".
+    The entry is "everywhere" if results of several layers depend on the value, or if a result that
+    belongs to no single layer does.
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
@@ -101,11 +101,11 @@ def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Va
 
 
 class _Placing:
-    """The places of the equations placed so far; equations are placed one after another.
+    """The places of the equations that were placed so far, one after another.
 
     Args:
         eqns: all equations.
-        inputs: the homes of their free variables.
+        inputs: the homes of the equations' free variables.
         goes_to: for each value, the only layer whose results depend on it (see `destinations`).
     """
 
@@ -120,7 +120,7 @@ class _Placing:
         self.goes_to = goes_to
         self.places = {var: Place(of_input.home, 0) for var, of_input in inputs.items()}
         self.splits: dict[int, SplitScan] = {}
-        self.reductions: set[Var] = set()  # numbers made of arrays, or of other such numbers
+        self.reductions: set[Var] = set()  # scalars that are computed from whole arrays
 
     def place(self, index: int, eqn: JaxprEqn) -> None:
         """Places the next equation, whose position is `index`.
@@ -135,8 +135,8 @@ class _Placing:
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
         layers = {place.home for place in operands.values() if isinstance(place.home, int)}
-        # Large arrays of several layers cannot meet: a scan is split by layers if possible,
-        # and otherwise the optimizer is refused.
+        # An equation cannot read large arrays of several layers. A scan is split by layers if
+        # possible. Otherwise the optimizer is refused.
         large_operands = [v for v in operands if not _is_small(v)]
         large_homes = {operands[v].home for v in large_operands}
         large = layers & large_homes
@@ -158,14 +158,14 @@ class _Placing:
     ) -> Home:
         """Returns the home of an equation.
 
-        If its operands belong to several layers, it runs with the layer of the only large operand,
-        or globally if none is large. If they belong to one layer, it runs there, unless it
-        continues a reduction. If they belong to no layer, it runs everywhere, unless it is better
-        run once (`_belongs_together`).
+        If the operands belong to several layers, the equation runs with the layer of the only large
+        operand, or globally if none is large. If they belong to one layer, it runs there, unless it
+        continues a reduction over layers (`_continues_a_reduction`). If they belong to no layer, it
+        runs everywhere, unless the global program should run it once (`_belongs_together`).
 
         Args:
             eqn: the equation.
-            operands: the places of its operands.
+            operands: the places of the equation's operands.
             layers: the layers that operands belong to.
             large: the layers of large operands; at most one, unless the equation stacks vectors.
         """
@@ -179,9 +179,9 @@ class _Placing:
     def send_early(self, results: Iterable[Var]) -> None:
         """Moves a layer's scalar arithmetic into the global program if no layer reads the result.
 
-        For example, a norm adds up sums of squares in the order of the tree. Without the move, only
-        the first layer would add up its own sums, and could not share its program with layers that
-        are alike.
+        For example, a norm adds up the sums of squares of all parameters in the order of the tree.
+        Without the move, the first layer would add up its own sums, but the other layers would not.
+        So the first layer could not share its program with layers of equal structure.
 
         Args:
             results: the results that layers need.
@@ -198,9 +198,9 @@ class _Placing:
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
         """Tells whether the global program should run an equation once, and send its results.
 
-        The results must serve several layers, and be no larger than the values that are read. They
-        must also have the type of a global value that is read, so that no further vector is sent: a
-        vector holds all values of one type.
+        Several layers must need the results, and the results must not be larger than the operands.
+        The results must also have the type of an operand that the global program made. Then no
+        additional vector is sent, because one vector holds all values of one type.
         """
         if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):
             return False
@@ -234,7 +234,7 @@ class _Placing:
         return are_numbers and self.reductions.issuperset(of_layer)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
-        """Tells whether an equation makes a number from an array, or from such numbers."""
+        """Tells whether an equation computes a scalar from an array, or from such scalars."""
         if any(jaxprs.size_of(v) != 1 for v in eqn.outvars):
             return False
         if eqn.primitive.name.startswith(("reduce_", "dot_general")):
@@ -258,7 +258,7 @@ class _Placing:
             home = operands[v].home if isinstance(v, Var) else "everywhere"
             layers.append(frozenset([home] if isinstance(home, int) else []))
         used = [v in self.goes_to for v in eqn.outvars]
-        # Only for a scan can the body show which results depend on which operands.
+        # Only the body of a scan shows which results depend on which operands.
         split = split_scan(eqn, layers, used) if eqn.primitive.name == "scan" else None
         if split is None or not split.separates:
             raise ValueError(self._complaint(eqn))
@@ -270,16 +270,16 @@ class _Placing:
     def _complaint(self, eqn: JaxprEqn) -> str:
         """Returns the message for an equation that mixes large arrays of several layers."""
         large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
-        # If the equation only stacks arrays, the equation that reads the stack is what mixes them.
+        # If this equation only stacks arrays, the message names the equation that reads the stack.
         readers = (reader for reader in self.eqns if eqn.outvars[0] in reader.invars)
         mixing = next(readers, eqn) if _stacks(eqn) else eqn
         name = transformation(mixing) or "it"
         origins = _origins(self.eqns, self.inputs, large)
         return (
-            f"the optimizer cannot be cut by layers: {name} mixes, in one "
-            f"{mixing.primitive.name}, arrays of several layers, made of "
-            f"{origins}. Only values under {SMALL_BYTES} bytes, such as a norm, "
-            "and vectors of which each layer has one, may cross from layer to layer"
+            f"the optimizer cannot be cut by layers: {name} combines arrays of several layers in "
+            f"one {mixing.primitive.name}. The arrays are computed from {origins}. Only values "
+            f"under {SMALL_BYTES} bytes, such as a norm, and vectors of which each layer has one, "
+            "may cross from layer to layer"
         )
 
 
@@ -288,7 +288,7 @@ def _origins(
     inputs: Mapping[Var, Input],
     atoms: Iterable[Atom],
 ) -> str:
-    """Returns the names of the parameters that values are made of, as text for a message."""
+    """Returns the names of the parameters that values are computed from, for a message."""
     origins: dict[str, None] = {}
     for atom in atoms:
         read = jaxprs.free_variables(jaxprs.prune(eqns, [atom]))
@@ -308,7 +308,7 @@ def _stacks(eqn: JaxprEqn) -> bool:
 
 
 def _stacks_vectors(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation stacks vectors, such as sums over layers of a norm per column."""
+    """Tells whether an equation stacks vectors, for example the column norms of several layers."""
     return _stacks(eqn) and all(map(_is_vector, eqn.invars))
 
 
@@ -319,7 +319,7 @@ def _is_vector(atom: Atom) -> bool:
 
 
 def _is_scalar_arithmetic(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation makes numbers of numbers, all of one type."""
+    """Tells whether an equation computes scalars from scalars, all of one type."""
     atoms = [*eqn.invars, *eqn.outvars]
     types = {_jax.aval(atom).dtype for atom in atoms}
     return len(types) == 1 and all(jaxprs.size_of(atom) == 1 for atom in atoms)

@@ -1,7 +1,7 @@
-"""The pieces that an optimizer is cut into: their programs, and the names of arrays between them.
+"""The pieces that an optimizer is cut into, and the slots that name the arrays between them.
 
-A piece is the program of one layer in one phase, or the global program in one phase. A slot is the
-name of an array that pieces read or write.
+A piece is the program that one layer, or the global program, runs in one phase. A slot is the name
+of an array that pieces read or write.
 """
 
 import itertools
@@ -24,10 +24,7 @@ from jvpipe.trace.structure import comparable, structure
 
 
 class SlotKind(StrEnum):
-    """The kinds of arrays that pieces of an optimizer read and write.
-
-    A piece takes its arrays in the order of these kinds.
-    """
+    """The kinds of arrays that pieces of an optimizer read and write, in argument order."""
 
     GRADIENT = "gradient"
     WEIGHT = "weight"
@@ -83,8 +80,8 @@ class Piece:
         phase: the phase in which it runs.
         reads: the arrays that it takes.
         writes: the arrays that it yields.
-        donated: positions in `reads` of arrays that results may overwrite, because nobody reads
-            them afterwards.
+        donated: positions in `reads` of arrays that results may overwrite, because no later piece
+            reads them.
         program: the jaxpr of the piece.
     """
 
@@ -107,8 +104,8 @@ class Part:
 
     Attributes:
         eqns: the equations, in their order.
-        constants: the constants that they closed over.
-        vectors: for each slot of a vector, the values that are packed into it, in their order.
+        constants: the constants that the equations close over.
+        vectors: for each slot of a vector, the values that are packed into it, in order.
         read: the slot of each value that the equations read.
         sent: the slots of the vectors that the piece yields.
         yielded: the other values that the piece yields, each with its slot.
@@ -141,16 +138,16 @@ class Part:
         """Returns the piece of these equations.
 
         Args:
-            layer: the layer that runs it; None for the global program.
-            phase: the phase in which it runs.
-            last: whether it is the last piece of its layer; only the last may overwrite its inputs.
+            layer: the layer that runs the piece; None for the global program.
+            phase: the phase in which the piece runs.
+            last: whether the piece is the last of its layer; only then may it overwrite its inputs.
         """
         content = self._content
         if content not in _PROGRAMS:
             _PROGRAMS[content] = self._traced()
         program = _PROGRAMS[content]
         writes = (*self.sent, *(slot for _, slot in self.yielded))
-        # Before its last piece a layer may still read any of its arrays again.
+        # Until its last piece, a layer may read any of its arrays again.
         donated = _donated(self.reads, writes, program) if last else ()
         return Piece(
             layer,
@@ -163,14 +160,14 @@ class Part:
 
     @property
     def _content(self) -> Hashable:
-        """A value that is equal for parts with equal programs, whatever the names of variables."""
+        """A value that is equal for parts whose programs differ only in the names of variables."""
         packed = [self.vectors[slot] for slot in self.sent]
         outputs: list[Atom] = [v for variables in packed for v in variables]
         outputs += [atom for atom, _ in self.yielded]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
         inputs = [*self.read, *constants]
-        # For each variable: the argument in which it lies, and its span in that argument.
+        # For each variable: the position of the argument that contains it, and its span there.
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = []
         for var, slot in self.read.items():
@@ -184,7 +181,7 @@ class Part:
 
     def _traced(self) -> ClosedJaxpr:
         """Traces the program of the piece at the shapes of the arrays that it takes."""
-        # A slot that is not a vector is read by one variable, which has its shape.
+        # A slot that is not a vector belongs to one variable, which has the shape of the array.
         single = {slot: var for var, slot in self.read.items()}
         shapes = []
         for slot in self.reads:
@@ -203,7 +200,7 @@ class Part:
             if slot in self.vectors:
                 array = self._unpack(array, slot, var)
             env[var] = array
-        # The name scopes are kept, because profiles and messages show the transformation.
+        # The name scopes are kept, because profiles and messages show transformations by scope.
         jaxprs.run_jaxpr(self.eqns, env, _bind_in_scope)
         packed = []
         for slot in self.sent:
@@ -224,7 +221,7 @@ class Part:
         slot: Slot,
         var: Var,
     ) -> jax.Array:
-        """Returns a value out of the vector in which it was packed."""
+        """Returns a value from the vector into which it was packed."""
         start, _ = self._span(slot, var)
         flat = jax.lax.slice(
             vector,
@@ -234,9 +231,9 @@ class Part:
         return jax.lax.reshape(flat, _jax.aval(var).shape)
 
     def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
-        """Returns where a value begins in its vector, and the length of the whole vector.
+        """Returns the start of a value in its vector, and the length of the vector.
 
-        Returns () if the value has a slot of its own.
+        Returns () if the slot is not a vector.
         """
         if slot not in self.vectors:
             return ()
@@ -246,7 +243,7 @@ class Part:
 
 
 _PROGRAMS: dict[Hashable, ClosedJaxpr] = {}
-"""The traced programs, by what their parts compute (`Part._content`)."""
+"""The traced programs, by the content of their parts (`Part._content`)."""
 
 
 @cache
@@ -261,9 +258,9 @@ def _donated(
 ) -> tuple[int, ...]:
     """Returns the positions of the arrays that results can overwrite.
 
-    First come parameters and state that the piece writes again, then gradient accumulators. An
-    array is donated only if a result of its shape and type is left to overwrite it, because JAX
-    warns of donated arrays that nothing overwrites.
+    First come parameters and state that the piece also writes, then gradient accumulators. An array
+    is donated only if a result of its shape and type is left to overwrite it, because JAX warns
+    about donated arrays that no result overwrites.
     """
     results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     again, sums = [], []
@@ -293,7 +290,7 @@ def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _strong(value: Any) -> jax.Array:
-    """Returns a value without a weak type, because a weak type makes JAX compile readers again."""
+    """Returns a value without a weak type, because a weak type makes JAX recompile its readers."""
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
     if not jax.typeof(array).weak_type:
         return array

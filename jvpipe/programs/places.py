@@ -1,4 +1,4 @@
-"""Places: at which home, and in which phase, each value of an optimizer is made.
+"""The place of each value of an optimizer: the home and the phase that compute the value.
 
 Layers and the global program take turns, in phases. In each phase the layers run first and send
 values to the global program. The global program of the same phase reads these values, and the
@@ -22,7 +22,7 @@ Home = int | Literal["everywhere", "global"]
 
 
 class Place(NamedTuple):
-    """The home at which a value is made, and the phase in which it is made."""
+    """The home and the phase in which a value is computed."""
 
     home: Home
     phase: int
@@ -31,13 +31,13 @@ class Place(NamedTuple):
         """Returns the first phase in which a layer or the global program can read the value."""
         if self.home == "everywhere":
             # Layers read a result of the global program one phase later than the global program
-            # itself does. For a value that is made everywhere, the phase is that of the layers.
+            # itself. For a value that is made everywhere, `phase` is the phase of the layers.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 
 
 class Input(NamedTuple):
-    """The home of an input of the optimizer, and the path of its parameter if it has one."""
+    """The home of an input of the optimizer, and the path of its parameter, if any."""
 
     home: Home
     parameter: str = ""
@@ -49,8 +49,8 @@ class Output:
 
     Attributes:
         atom: the value.
-        home: where it is needed; "everywhere" means wherever it has a copy.
-        slot: its name.
+        home: the home that needs the value, or "everywhere": all homes with a copy of the slot.
+        slot: the name of the result.
     """
 
     atom: Atom
@@ -60,7 +60,7 @@ class Output:
 
 @dataclass(frozen=True)
 class VariablePlaces:
-    """The place of each variable, and the scans to split first, by the index of their equation."""
+    """The place of each variable, and the scans to split, by the index of their equation."""
 
     places: Mapping[Var, Place]
     splits: Mapping[int, SplitScan]

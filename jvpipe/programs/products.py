@@ -1,8 +1,8 @@
-"""Exchanges the operands of products whose result is only read transposed.
+"""A rewrite that exchanges the operands of products whose results are only read transposed.
 
-The derivative of `x @ w` by `w` is traced as a product of the cotangent and `x`, which is then
-transposed. XLA on CPUs takes up to twice as long for the transposed product as for the product of
-`x` and the cotangent. So the second product replaces the first:
+JAX traces the derivative of `x @ w` by `w` as a product of the cotangent and `x`, which is then
+transposed. On CPUs, XLA takes up to twice as long for this as for the product of `x` and the
+cotangent, which has the same result and replaces the transposed product:
 
     (cotangent^T @ x)^T  ->  x^T @ cotangent
 """
@@ -16,7 +16,7 @@ from jvpipe.trace import jaxprs
 
 
 def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same function; a product and its transpose become the exchanged product.
+    """Returns the same function, with the exchanged product for each transposed product.
 
     >>> import jax
     >>> x, dy = jax.numpy.ones((4, 2)), jax.numpy.ones((4, 3))
@@ -31,7 +31,7 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
     eqns = []
     for eqn in jaxpr.eqns:
         product = _transposed(eqn, products)
-        # If others read the product as it is, exchanging its operands would compute it twice.
+        # If another equation reads the untransposed product, both products would be computed.
         if eqn.primitive.name == "dot_general" and readings[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = eqn
         eqns.append(_turned(product, eqn.outvars[0]) if product else eqn)
@@ -48,11 +48,11 @@ def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | N
 
 
 def _exchange(product: JaxprEqn) -> tuple[int, ...]:
-    """Returns the permutation of a product's result that exchanges the axes of its two operands."""
+    """Returns the permutation of a product's axes that exchanges the axes of its two operands."""
     (contracting, _), (batch, _) = product.params["dimension_numbers"]
     rank = len(_jax.aval(product.outvars[0]).shape)
-    # A product's axes are those of the batch, then those of the first operand, up to `first`, and
-    # then those of the second one.
+    # A product has the batch axes, then the free axes of the first operand, which end at `first`,
+    # and then the free axes of the second operand.
     first = len(_jax.aval(product.invars[0]).shape) - len(contracting)
     of_batch = range(len(batch))
     of_first = range(len(batch), first)
@@ -64,7 +64,7 @@ def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
     """Returns a product with its operands exchanged, whose result is the variable `result`."""
     contracting, batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
-    if isinstance(precision, tuple):  # one for each operand
+    if isinstance(precision, tuple):  # a precision for each operand
         precision = precision[::-1]
     params = product.params | {
         "dimension_numbers": (contracting[::-1], batch[::-1]),

@@ -1,8 +1,8 @@
-"""Splits a scan over values of several layers into one scan per layer, if its body allows that.
+"""The splitting of a scan over values of several layers into one scan per layer.
 
 The layers that each operand depends on are followed through the body, and through the carries from
-one iteration to the next, until no value gains a layer. If no result then depends on several
-layers, the scan can be split. Each part keeps the equations of the body and the carries that its
+one iteration to the next, until no value gains a layer. If each result then depends on at most one
+layer, the scan can be split. Each part has only the equations of the body and the carries that its
 results need.
 """
 
@@ -27,7 +27,7 @@ class SplitScan:
 
     Attributes:
         eqn: the scan.
-        body: the body of the whole scan, of which each part keeps some equations.
+        body: the body of the whole scan; each part has some of its equations.
         layers: the layers that each result depends on; None for a result that is not used.
     """
 
@@ -44,7 +44,7 @@ class SplitScan:
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Runs one scan for each set of results that depend on the same layer.
 
-        None stands in place of results that are not used.
+        Results that are not used are None.
         """
         results: dict[int, Any] = {}
         used = dict.fromkeys(result for result in self.layers if result is not None)
@@ -54,7 +54,7 @@ class SplitScan:
         return [results.get(i) for i in range(len(self.layers))]
 
     def _run(self, outputs: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
-        """Runs the part of the scan that makes some results, and returns them by their numbers."""
+        """Runs the part of the scan that makes some results, and returns the results by number."""
         jaxpr = self.body.jaxpr
         constants, start, scanned = _jax.scan_operands(self.eqn, values)
         fixed_in, carry_in, scanned_in = _jax.scan_operands(self.eqn, jaxpr.invars)
@@ -79,7 +79,7 @@ class SplitScan:
             new_carry = jaxprs.read_by(kept_out, env)
             return new_carry, jaxprs.read_by(ys_out, env)
 
-        # Arrays that no equation of the part reads are left out: they may be another layer's.
+        # Arrays that the part does not read are left out, because they may be on another layer.
         read = jaxprs.all_reads(eqns, [*kept_out, *ys_out])
         xs: dict[int, Any] = {}
         for i, (var, x) in enumerate(zip(scanned_in, scanned, strict=True)):
@@ -103,10 +103,10 @@ class SplitScan:
         outputs: Sequence[int],
         carry_in: Sequence[Var],
     ) -> tuple[list[int], list[JaxprEqn]]:
-        """Returns the carries that some results need, and the equations of carries and results.
+        """Returns the carries that some results need, and the equations that make both.
 
-        A carry that an iteration reads has to be made by the iteration before, so the search goes
-        on until no carry is added.
+        Each carry that an iteration reads must also be computed, which may need further carries.
+        So the search continues until no carry is added.
         """
         results = self.body.jaxpr.outvars
         carries = {i for i in outputs if i < len(carry_in)}
@@ -132,11 +132,11 @@ def split_scan(
     Args:
         eqn: a `scan`.
         operands: the layers that each of its operands depends on.
-        used: whether anything depends on each of its results.
+        used: for each result, whether anything depends on it.
     """
     body = straight_body(eqn)
-    # A carry depends on what the iteration before has put into it. The loop ends, because carries
-    # only gain layers.
+    # A carry depends on the same layers as its value after the previous iteration. The loop ends,
+    # because carries only gain layers.
     while True:
         results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)
@@ -169,7 +169,7 @@ def _layers_of_results(body: ClosedJaxpr, operands: Sequence[Layers]) -> list[La
 
 
 def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
-    """Returns the keywords of `jax.lax.scan` that a scan was made with."""
+    """Returns the keyword arguments with which `jax.lax.scan` made an equation."""
     return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 

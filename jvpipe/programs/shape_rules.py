@@ -1,8 +1,8 @@
-"""Rules for equations that change shapes or work along some axes, if their operand is in parts.
+"""Rules for running equations that change shapes, or work along some axes, on parts of an array.
 
-A rule says how the equation runs on each part by itself. For example, an array of shape (6, 4) in 3
-parts along axis 0 is transposed part by part, and the results are 3 parts of an array of shape
-(4, 6) along axis 1.
+A rule says how an equation runs on each part of its operand separately. For example, an array of
+shape (6, 4) in 3 parts along axis 0 is transposed part by part, and the results are 3 parts of an
+array of shape (4, 6) along axis 1.
 """
 
 import math
@@ -21,7 +21,7 @@ def on_a_part(
     axis: int,
     count: int,
 ) -> tuple[Params, int] | None:
-    """Returns how an equation runs on each part of its operand by itself.
+    """Returns how an equation runs on each part of its operand separately.
 
     Args:
         eqn: the equation.
@@ -29,8 +29,9 @@ def on_a_part(
         count: the number of parts.
 
     Returns:
-        The parameters of the equation that runs on a part, and the axis along which the whole
-        result is then cut; None if the parts do not stay apart, or if the equation has no rule.
+        The changed parameters of the equation that runs on a part, and the axis along which the
+        result is then cut; None if a part of the result needs several parts of the operand, or if
+        the equation has no rule.
     """
     rule = _RULES.get(eqn.primitive.name)
     return None if rule is None else rule(eqn, axis, count)
@@ -45,7 +46,7 @@ def _broadcast_in_dim(
     axis: int,
     count: int,
 ) -> tuple[Params, int]:
-    """Follows the axis to its place in the result, and narrows the result's shape to a part."""
+    """Returns the axis's position in the result, and the shape of a part of the result."""
     target = int(eqn.params["broadcast_dimensions"][axis])
     shape = cut_shape(eqn.params["shape"], target, count)
     return {"shape": shape}, target
@@ -56,13 +57,13 @@ def _reshape(
     axis: int,
     count: int,
 ) -> tuple[Params, int] | None:
-    """Finds the axis of a reshaped array along which the parts of the operand stay apart.
+    """Finds the axis of a reshaped array along which the parts of the operand stay separate.
 
-    The sizes in front of this axis must have the same product as the sizes in front of the
-    operand's axis, and the number of parts must divide the size of this axis.
+    The sizes before this axis must have the same product as the sizes before the operand's axis,
+    and the number of parts must divide the size of this axis.
     """
     # Example: [2, 6, 5] in 3 parts along axis 1 becomes [2, 3, 10] in 3 parts along axis 1. The
-    # product in front of both axes is 2, and 3 parts divide the size 3.
+    # product before both axes is 2, and the size 3 is divisible by the number of parts.
     if eqn.params["dimensions"] is not None:
         return None
     operand = _jax.aval(eqn.invars[0])
@@ -80,7 +81,7 @@ def _transpose(
     axis: int,
     count: int,
 ) -> tuple[Params, int]:
-    """Follows the axis to its place in the result."""
+    """Returns the axis's position in the result."""
     permutation = list(eqn.params["permutation"])
     return {}, permutation.index(axis)
 
@@ -136,7 +137,7 @@ def _slice(
     axis: int,
     count: int,
 ) -> tuple[Params, int] | None:
-    """Slices each part along the other axes, if the result has all of this axis."""
+    """Slices each part along the other axes, if the axis itself is not sliced."""
     operand = _jax.aval(eqn.invars[0])
     result = _jax.aval(eqn.outvars[0])
     if result.shape[axis] != operand.shape[axis]:
@@ -150,7 +151,7 @@ def _pad(
     axis: int,
     count: int,
 ) -> tuple[Params, int] | None:
-    """Pads each part along the other axes, if nothing is padded along this one."""
+    """Pads each part along the other axes, if the axis itself is not padded."""
     padding = eqn.params["padding_config"][axis]
     return None if any(padding) else ({}, axis)
 
@@ -158,7 +159,7 @@ def _pad(
 REDUCTIONS = frozenset(
     f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")
 )
-"""Equations that reduce an array along some axes; the results of parts can be reduced again."""
+"""Reductions along axes; the same reduction combines the results of parts."""
 _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys([*REDUCTIONS, "argmax", "argmin"], _without("axes")),

@@ -1,11 +1,11 @@
-"""Shares out an update: chooses, for each layer of a stage, the replica that updates the layer.
+"""The choice of the replica that updates each layer of a stage.
 
-That replica keeps the layer's optimizer state, and sends the new parameters to the other replicas.
+That replica holds the layer's optimizer state, and sends the new parameters to the other replicas.
 This is the first stage of ZeRO (Rajbhandari et al., 2020), by whole layers. The layers of a stage
 are packed onto its replicas by the bytes of their state. Single parameters could be packed more
 evenly. But then the programs of an update would depend on the packing, and the compiler may round
 differently in different programs. Layers can be packed in any way, because each layer runs the same
-program on any replica. All processes must pack them alike.
+program on any replica. All processes must choose the same packing.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def updating(
     Args:
         graph: the layers.
         plan: the stages of the layers.
-        optimizer: the optimizer whose state the replicas share out.
+        optimizer: the optimizer whose state the replicas divide among themselves.
     """
     state_bytes = [0] * len(graph.layers)
     parameter_bytes = [0] * len(graph.layers)
@@ -46,7 +46,7 @@ def packed(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     """Packs layers onto replicas: the largest first, each onto the replica that has least so far.
 
     Args:
-        sizes: for each layer the bytes of its optimizer state and those of its parameters.
+        sizes: for each layer, the bytes of its optimizer state and the bytes of its parameters.
         replicas: the number of replicas.
 
     Returns:
@@ -57,7 +57,7 @@ def packed(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     """
     loads = [(0, 0)] * replicas
     replica_of = [0] * len(sizes)
-    # Ties go to the lowest layer and the lowest replica, so that all processes pack alike.
+    # Ties go to the lowest layer and the lowest replica, so that all processes pack the same way.
     largest_first = sorted(
         enumerate(sizes),
         key=lambda item: item[1],

@@ -1,19 +1,19 @@
-"""Runs equations slice by slice on arrays that stack the parameters of several layers.
+"""The slice-by-slice evaluation of equations on arrays that stack parameters of several layers.
 
-The optimizer sees a stacked array, and each layer owns a slice of it. An array whose slices lie
-apart is passed on as `Rows` (see `jvpipe.programs.cut_arrays`). How an equation runs on `Rows`
-depends on its work along the axis of the layers:
+The optimizer sees a stacked array, and each layer owns a slice of it. `Rows` represents an array by
+its separate slices (see `jvpipe.programs.cut_arrays`). How an equation runs on `Rows` depends on
+its work along the axis of the layers:
 
     the equation ...              runs on ...                             and yields
     works along other axes        each slice                              Rows
     reduces over the layers       each slice, then the stacked results    an array
     does anything else            the whole array                         an array
 
-An array that is the same all along an axis is passed on as `Even`, so that its slices are known
-without making the whole array.
+`Even` represents an array that repeats one slice along an axis, so that its slices are available
+without computing the whole array.
 
-An equation without a rule, here or in `jvpipe.programs.shape_rules`, runs on the whole array. Its
-result is right, but values of different layers meet in it. If they are large,
+An equation without a rule, here or in `jvpipe.programs.shape_rules`, runs on the whole array. The
+result is correct, but it combines values of different layers. If these values are large,
 `jvpipe.programs.ownership` refuses the optimizer.
 """
 
@@ -34,7 +34,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.primitives import is_elementwise
 
 _MATRIX = frozenset({"cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"})
-"""Equations that work on matrices, which lie in the last two axes of their operands."""
+"""Equations that work on matrices, which are the last two axes of their operands."""
 
 
 def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -49,7 +49,7 @@ def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation on `Rows`; None if it needs the whole of them."""
+    """Returns the results of an equation on `Rows`; None if it needs the whole array."""
     name = eqn.primitive.name
     rows = next(v for v in values if isinstance(v, Rows))
     rank = len(_jax.aval(eqn.invars[0]).shape)
@@ -61,7 +61,7 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
             rows,
             thin=rows.thin and not along_others,
         )
-    # Each slice is reduced by itself, then the results are reduced in the order of the layers.
+    # Each slice is reduced separately, then the results are reduced in the order of the layers.
     if name in REDUCTIONS and rows.axis in eqn.params["axes"]:
         left: list[Any] = []
         for part in rows.parts:
@@ -72,7 +72,7 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
         return [_product(eqn, values)]
     if name == "scan":
         return _scan(eqn, values)
-    arrays = len(values) - (name == "pad")  # a pad takes its padding value, too
+    arrays = len(values) - (name == "pad")  # the second operand of a pad is its padding value
     of_part = on_a_part(eqn, rows.axis, len(rows.pieces)) if arrays == 1 else None
     if of_part is None:
         return None
@@ -93,7 +93,7 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         (operand,) = values
         one = operand.one if isinstance(operand, Even) else operand
-        # The new axes have one element: the array is the same all along them.
+        # The new axes have length 1, because the array repeats along them.
         sizes = [1] * len(out.shape)
         axes = eqn.params["broadcast_dimensions"]
         for axis, size in zip(axes, jax.numpy.shape(one), strict=True):
@@ -102,13 +102,13 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
             return None
         narrow = _with(eqn, {"shape": tuple(sizes)})
         return [Even(out.shape, x) for x in _jax.bind(narrow, [one])]
-    # Scalars fit arrays of any shape.
+    # Scalars combine with arrays of any shape.
     ranked = [v for v in values if _rank_of(v)]
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):
         return None
-    # If all operands are the same all along an axis, so is the result. Along every other axis, the
-    # `one` of the result is as long as the result itself.
+    # If all operands repeat along an axis, so does the result. Along every other axis, the `one` of
+    # the result is as long as the result itself.
     shapes = [v.one.shape for v in ranked]
     sizes = tuple(map(max, zip(*shapes, strict=True)))
     ones = [broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
@@ -123,18 +123,18 @@ def _on_each(
     *,
     thin: bool,
 ) -> list[Any]:
-    """Returns the results of an equation that runs on each part by itself.
+    """Returns the results of an equation that runs on each part separately.
 
     Args:
         eqn: the equation.
         values: its operands; scalars are the same for all parts.
-        like: an operand that has the axis and the number of parts.
+        like: an operand with the axis and the number of parts of the results.
         thin: whether the equation runs on parts without that axis.
     """
     axis, count = like.axis, len(like.pieces)
 
     def parts(value: Any, shape: Shape) -> Sequence[Any]:
-        """Returns the operand of each part."""
+        """Returns the operand for each part."""
         if not shape:
             return (value,) * count
         if shape[axis] == 1:  # the same for all parts
@@ -156,18 +156,18 @@ def _on_each(
 
 
 _BATCH, _CONTRACTED, _FREE = range(3)
-"""The roles of an axis in a product; if two operands differ, the first in this order counts."""
+"""The roles of an axis in a product, in the order of precedence (see `_product`)."""
 
 
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     """Returns a product of two arrays, at least one of which is `Rows`.
 
-    What is computed depends on the role that the axis of the layers has for the operand that is
-    `Rows`. If both operands are `Rows`, the role that stands first in this list counts:
+    The computation depends on the role of the axis along which the operand is cut, the axis of the
+    layers. If both operands are `Rows`, the role that comes first in this list counts:
 
         batch         a product per layer, with that layer's part of the other operand
         contracted    the same products, which are then added up in the order of the layers
-        free          a product per layer, with the whole of the other operand
+        free          a product per layer, with the whole other operand
     """
     contracted, batch = eqn.params["dimension_numbers"]
     sides = [side for side in (0, 1) if isinstance(values[side], Rows)]
@@ -183,8 +183,8 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     rows = values[side]
     other = values[1 - side]
     count = len(rows.parts)
-    # The result has the batch axes first, then the free axes of the first operand, then those of
-    # the second.
+    # The result has the batch axes first, then the free axes of the first operand, and then the
+    # free axes of the second operand.
     if role_of_axis == _FREE:
         others = (whole(other),) * count
         before = len(batch[0])
@@ -192,7 +192,7 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
             before += len(_free_axes(eqn, 0))
         position = before + _free_axes(eqn, side).index(rows.axis)
     else:
-        # Batch axes, and also contracted axes, come in pairs: one of each operand.
+        # Batch axes and contracted axes come in pairs: each operand has one axis of a pair.
         axes = batch if role_of_axis == _BATCH else contracted
         position = list(axes[side]).index(rows.axis)
         axis_of_other = int(axes[1 - side][position])
@@ -207,10 +207,7 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
-    """Returns the axes of a product's operand that are neither contracted nor batch axes.
-
-    The result has these axes.
-    """
+    """Returns the axes of a product's operand that are neither contracted nor batch axes."""
     contracted, batch = eqn.params["dimension_numbers"]
     others = {*contracted[side], *batch[side]}
     rank = len(_jax.aval(eqn.invars[side]).shape)
@@ -220,9 +217,9 @@ def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a scan whose body works on parts.
 
-    Which carries have to be `Rows` is found by running the body on shapes: if the body leaves a
-    carry in parts, the carry has to begin in the same parts, and the body is run again. The loop
-    ends, because each turn takes at least one more carry apart, and none is put together again.
+    The body first runs on shapes, to find the carries that have to be `Rows`. If the body returns a
+    carry in parts, the carry has to begin in the same parts, and the body runs on shapes again. The
+    loop ends, because each iteration turns another carry into `Rows`, and never turns one back.
     """
     body = straight_body(eqn)
     arrays = [_without_even(value) for value in values]
@@ -230,13 +227,13 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     # The scan runs along the first axis of xs, so that axis cannot be cut into parts.
     xs = [_moved(_uncut(x, 0), 0) for x in xs]
     carry = [_moved(c, 0) for c in carry]
-    results: list[Any] = []  # of the body, as it was last run
+    results: list[Any] = []  # the results of the body's last run
 
     def step(
         carry: list[Any],
         xs: list[Any],
     ) -> tuple[list[Any], list[Any]]:
-        # An iteration sees xs without their first axis, and its ys get one.
+        # An iteration gets xs without their first axis. The scan adds that axis to its ys.
         inner = [_moved(x, -1) for x in xs]
         operands = [*constants, *carry, *inner]
         results[:] = jaxprs.evaluate_jaxpr(body, operands, apply)
@@ -265,18 +262,18 @@ def _without_even(value: Any) -> Any:
 
 
 def _uncut(value: Any, axis: int) -> Any:
-    """Returns the whole array if a value is cut along an axis, and otherwise the value as it is."""
+    """Returns the whole array if a value is cut along a given axis, otherwise the value itself."""
     is_cut = isinstance(value, Rows) and value.axis == axis
     return whole(value) if is_cut else value
 
 
 def _moved(value: Any, by: int) -> Any:
-    """Returns a value that is cut along an axis `by` positions later (earlier if negative)."""
+    """Returns `Rows` with `by` added to their axis; other values are returned unchanged."""
     return Rows(value.axis + by, value.parts) if isinstance(value, Rows) else value
 
 
 def _like(value: Any, other: Any) -> Any:
-    """Returns a value that is cut into parts in the same way as another one."""
+    """Returns a value in the form of another value: as the same `Rows`, or as a whole array."""
     if not isinstance(other, Rows):
         return whole(value)
     parts = parts_of(value, other.axis, len(other.parts))

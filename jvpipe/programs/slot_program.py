@@ -1,7 +1,7 @@
 """A traced optimizer's `update` and `init` as functions whose inputs and results are slots.
 
-A slot is the name of an array (see `jvpipe.programs.pieces`). Given the homes of the slots, every
-equation of such a function gets a place, and the placed equations become a `Flow`.
+A slot is the name of an array (see `jvpipe.programs.pieces`). Given the homes of the slots, each
+equation of such a function gets a place (a home and a phase), and the result is a `Flow`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 
 EVERYWHERE = Input("everywhere")
-"""The home of slots of which each layer has a copy."""
+"""The home of a slot of which each layer has a copy."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SlotProgram:
     """A traced `update` or `init`.
 
     Attributes:
-        closed: its equations.
+        closed: the function's equations.
         inputs: the slot of each input.
         results: the slot of each result.
     """
@@ -40,7 +40,7 @@ class SlotProgram:
     results: tuple[Slot, ...]
 
     def of_kind(self, kind: SlotKind) -> list[Slot]:
-        """Returns the results of a kind."""
+        """Returns the results of a given kind."""
         return [slot for slot in self.results if slot.kind is kind]
 
     def outputs(self, homes: Mapping[Slot, Input]) -> list[Output]:
@@ -56,10 +56,10 @@ class SlotProgram:
         return constants | inputs
 
     def placed(self, homes: Mapping[Slot, Input]) -> tuple["SlotProgram", VariablePlaces]:
-        """Places all equations; a scan over several layers is split first into one per layer.
+        """Places all equations; a scan over several layers is split into one scan per layer.
 
-        After a split everything is placed again. The recursion ends, because the parts of a split
-        scan work on one layer each, so they are not split again.
+        After a split, all equations are placed again. The recursion ends, because each part of a
+        split scan works on one layer and is not split again.
         """
         eqns = self.closed.jaxpr.eqns
         placement = place_operands(
@@ -84,7 +84,12 @@ class SlotProgram:
         return replace(self, closed=closed).placed(homes)
 
     def flow(self, homes: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
-        """Returns the placed equations, with the slots of inputs and results, for some layers."""
+        """Returns the placed equations with the slots of their inputs and results.
+
+        Args:
+            homes: the homes of the slots; other slots are everywhere.
+            layers: the layers that own parameters.
+        """
         program, placement = self.placed(homes)
         jaxpr = program.closed.jaxpr
         return Flow(
@@ -109,7 +114,7 @@ def slot_programs(
     Args:
         traced: the optimizer.
         readers: the number of gradient accumulators of each parameter.
-        weighted: whether the update takes the number by which it divides the gradients.
+        weighted: whether the divisor of the gradients is an input of the update.
         grad_norm: whether the update also yields the norm of the gradients.
     """
     # The slots follow the order of the arguments with which the optimizer was traced:

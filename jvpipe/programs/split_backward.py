@@ -1,8 +1,8 @@
 """A layer's backward as two programs: I yields the cotangents of inputs, and W the gradients.
 
-Other stages wait for the cotangents alone, so W may run later. In the table, sources are values of
+Other stages wait only for the cotangents, so W may run later. In the table, sources are values of
 the forward that the backward reads, and sums are the accumulators of gradients. If later layers
-also read an input of this layer, its partial sum is the sum of their cotangents.
+also read an input of this layer, the input's partial sum is the sum of those layers' cotangents.
 
     program    takes                                        yields
     whole      sources, cotangents, partial sums, sums      sums, cotangents of inputs
@@ -11,9 +11,9 @@ also read an input of this layer, its partial sum is the sum of their cotangents
 
 I hands W the values that W needs and that are costly to compute, such as products. W computes cheap
 values again. The results of the two halves are bitwise identical to those of the whole backward,
-for two reasons. First, an optimization barrier follows each handed value, in the whole backward
-too, so the compiler never fuses a handed value with its readers. Second, values that both halves
-compute are made by calls that are compiled alike in all three programs
+for two reasons. First, an optimization barrier follows each handed value, also in the whole
+backward, so the compiler never fuses a handed value with its readers. Second, values that both
+halves compute come from calls that are compiled the same way in all three programs
 (`jvpipe.programs.outlining`).
 """
 
@@ -48,7 +48,7 @@ class Halves:
 class _BackwardCut:
     """The equations of each half, and the values that the first half hands to the second.
 
-    Some equations are in both halves.
+    Both halves contain the cheap equations that both need.
     """
 
     input: list[JaxprEqn]
@@ -57,22 +57,23 @@ class _BackwardCut:
 
     @staticmethod
     def of(backward: ClosedJaxpr, gradients: int) -> "_BackwardCut":
-        """Finds the equations that make the cotangents, and those that then make the sums.
+        """Finds the equations that make the cotangents, and the equations that make the sums.
 
         Args:
             backward: the backward of a layer.
-            gradients: how many of its results are sums of gradients; they come first.
+            gradients: the number of its results that are sums of gradients; they come first.
         """
         eqns = backward.jaxpr.eqns
         results = backward.jaxpr.outvars
         first = jaxprs.prune(eqns, results[gradients:])
         in_first = set(map(id, first))
-        # The results of equations of the first half that are costly or have effects.
+        # `can_be_handed` are the results of costly equations in the first half, and of equations
+        # with effects there.
         can_be_handed: set[Var] = set()
         again = []  # the equations that the second half may run
         for eqn in eqns:
-            # If a value can be handed, so can the result of a barrier that reads the value. Then
-            # the second half reads the result of the barrier, and does not repeat the barrier.
+            # A barrier that reads such a value counts as costly. So the second half gets the result
+            # of the barrier, and does not repeat the barrier.
             reads_one = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
             is_barrier_of_one = reads_one and _is_barrier(eqn)
             runs_once = eqn.effects or is_barrier_of_one or not is_cheap(eqn)
@@ -90,11 +91,11 @@ def _is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
-    """Rewrites a backward so that running it whole or in halves gives bitwise identical results.
+    """Rewrites a backward so that it gives bitwise identical results whole and in halves.
 
     Args:
         backward: the backward of a layer.
-        gradients: how many of its results are sums of gradients; they come before the cotangents.
+        gradients: the number of its results that are sums of gradients; they come first.
     """
     jaxpr = backward.jaxpr
     if gradients in (0, len(jaxpr.outvars)):
@@ -119,8 +120,8 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
 def _shared(backward: ClosedJaxpr, cut: _BackwardCut) -> dict[int, Call]:
     """Returns calls that make the values that both halves compute.
 
-    The key of a call is the id of the equation that the call replaces, the last one in the call.
-    `settle_halves` prunes the call's other equations, because nothing reads their results then.
+    The key of a call is the `id` of the last equation in the call, which the call replaces. The
+    other equations in the call then have no readers, so `settle_halves` prunes them.
     """
     jaxpr = backward.jaxpr
     second = set(map(id, cut.weight))
@@ -131,8 +132,8 @@ def _shared(backward: ClosedJaxpr, cut: _BackwardCut) -> dict[int, Call]:
     read = {v for eqn in others for v in jaxprs.variables(eqn.invars)}
     read.update(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(eqns):
-        # An equation that only moves its operand needs no call, because each reader can move the
-        # operand by itself. So the readers count as readers of the operand instead.
+        # An equation that only moves its operand needs no call, because each reader can repeat the
+        # move. So readers of its result count as readers of its operand.
         if is_move(eqn) and not read.isdisjoint(eqn.outvars):
             read.difference_update(eqn.outvars)
             read.update(jaxprs.variables(eqn.invars))
@@ -141,10 +142,10 @@ def _shared(backward: ClosedJaxpr, cut: _BackwardCut) -> dict[int, Call]:
 
 
 def _with_barrier(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
-    """Yields an equation, and a barrier behind some of its results, `values`.
+    """Yields an equation, and then a barrier for some of its results, `values`.
 
-    In front of the barrier, `values` get the memory layout of arrays that one program hands to
-    another, because the first half hands these values to the second.
+    Before the barrier, `values` get the memory layout that arrays have between programs, because
+    the first half hands these values to the second.
     """
     if not values:
         yield eqn
@@ -155,8 +156,8 @@ def _with_barrier(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
         return jax.lax.optimization_barrier([_jax.laid_out(x) for x in xs])
 
     laid_out = jax.make_jaxpr(laid)(list(map(jaxprs.shape_of, values))).jaxpr
-    # The equation now writes new variables (`bare`). The equations of `laid` read these, and write
-    # the old variables, which later equations read.
+    # The equation now writes new variables (`bare`). The equations of `laid` read the new variables
+    # and write the old ones, which later equations read.
     inner = (*laid_out.invars, *laid_out.outvars)
     renamed = dict(zip(inner, (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
@@ -222,8 +223,8 @@ def _half(
         whole: the backward.
         signature: the backward's sources and cotangents; the half keeps those that it reads.
         eqns: the equations of the half.
-        taken: what the half takes after sources and cotangents.
-        results: what the half yields.
+        taken: the arguments of the half after sources and cotangents.
+        results: the results of the half.
 
     Returns:
         The program, and its signature.

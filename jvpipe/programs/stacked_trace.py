@@ -1,9 +1,9 @@
 """An optimizer traced over stacked parameters and run on their slices, which layers own.
 
 A loss that scans over layers has the parameters of these layers stacked in one array. Each slice of
-the array belongs to a layer, but the optimizer should see the stacks that the user gave. So the
-optimizer is traced over the stacks, and the trace is run on slices
-(`jvpipe.programs.slicewise`) as far as its equations leave the slices apart.
+the array belongs to a layer, but the optimizer should see the stacks that the user passed. So the
+optimizer is traced over the stacks, and each traced equation runs on separate slices if it can
+(`jvpipe.programs.slicewise`).
 """
 
 from collections.abc import Collection, Sequence
@@ -44,15 +44,15 @@ def trace_stacked(
     stacks: Stacks | None,
     frozen: Collection[int] = (),
 ) -> TracedOptimizer:
-    """Traces an optimizer over stacks, to be run on their slices; without stacks, over `params`.
+    """Traces an optimizer over stacks, to run on their slices; without stacks, over `params`.
 
     Parameters that the optimizer itself leaves unchanged are found and frozen.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
-        params: arrays or shapes, in which slices stand in place of stacks.
+        params: arrays or shapes, with slices in place of stacks.
         readers: for each leaf of `params`, the number of gradient accumulators to add up.
-        microbatches: the number by which the sums are divided; None if it is an input.
+        microbatches: the number by which the sums are divided; None if the divisor is an input.
         grad_norm: whether the update also returns the norm of the gradients.
         stacks: which leaves form stacks that the optimizer sees; None if it sees the slices.
         frozen: leaves of `params` that the optimizer does not see; all slices of a stack, or none.
@@ -79,7 +79,7 @@ def _trace_stacks(
     grad_norm: bool,
     frozen: Collection[int],
 ) -> TracedOptimizer:
-    """Traces an optimizer over stacks (`trace_stacked` has the arguments)."""
+    """Traces an optimizer over stacks; `trace_stacked` explains the arguments."""
     core = _core(optimizer, params, stacks, frozen)
     parameters = _Split(stacks.lengths)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
@@ -104,7 +104,7 @@ def _trace_stacks(
             moments: the slices of the optimizer's state.
         """
         by = np.float32(microbatches) if weight is None else weight
-        # Nobody reads the gradient of a frozen parameter: the parameter stands in for it.
+        # The gradient of a frozen parameter is not read, so the parameter serves as placeholder.
         grads = list(params)
         for i, parts in enumerate(sums):
             if i not in frozen:
@@ -113,7 +113,7 @@ def _trace_stacks(
         seen = [grad for i, grad in enumerate(grads) if i not in frozen]
         return [*new, norm(seen)] if grad_norm else new
 
-    # The pipeline sees the state with `Slices` in place of the leaves that were taken apart.
+    # The pipeline sees the state with `Slices` in place of the leaves that were cut into slices.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
     return TracedOptimizer(
         update=straight_line(update, sums, weight, leaves, shapes),
@@ -131,13 +131,13 @@ def _core(
     stacks: Stacks,
     frozen: Collection[int],
 ) -> TracedOptimizer:
-    """Traces an optimizer over stacks as one that takes a gradient for each stack.
+    """Traces an optimizer over stacks, with an update that takes one gradient for each stack.
 
-    The mean gradients and their norm are computed outside of it, slice by slice.
+    The mean gradients and their norm are computed outside of this update, slice by slice.
 
     Args:
         optimizer: any `optax.GradientTransformation`.
-        params: arrays or shapes, in which slices stand in place of stacks.
+        params: arrays or shapes, with slices in place of stacks.
         stacks: which leaves of `params` form stacks.
         frozen: leaves of `params` that the optimizer does not see.
     """
@@ -155,9 +155,9 @@ def _core(
 
 @dataclass(frozen=True)
 class _Split:
-    """A way to take leaves apart along their first axis.
+    """A way to cut leaves into slices along their first axis.
 
-    `lengths` has the number of slices of each leaf; None for a leaf that is not taken apart.
+    `lengths` has the number of slices of each leaf; None for a leaf that is not cut.
 
     >>> split = _Split((2, None))
     >>> split.taken_apart(split.joined([1.0, 2.0, 3.0]))[2]
@@ -173,7 +173,7 @@ class _Split:
         return list(accumulate(counts, initial=0))
 
     def slices(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the leaves, with `Slices` for each leaf that is taken apart."""
+        """Returns the leaves, with `Slices` for each leaf that is cut."""
         spans = zip(self.starts, self.lengths, strict=False)
         return [values[at] if n is None else Slices(values[at : at + n]) for at, n in spans]
 
@@ -208,7 +208,7 @@ class _Split:
         """Returns the slice of a parameter that each slice of the state belongs to.
 
         Args:
-            parameters: how the parameters are taken apart.
+            parameters: how the parameters are cut.
             of_leaves: the parameter that each leaf of the state belongs to, or None.
         """
         of_slices: list[int | None] = []
@@ -228,8 +228,8 @@ class _OnSlices:
 
     Attributes:
         core: the optimizer, traced over stacks.
-        parameters: how the parameters are taken apart.
-        state: how the state is taken apart.
+        parameters: how the parameters are cut into slices.
+        state: how the state is cut into slices.
     """
 
     core: TracedOptimizer
@@ -242,7 +242,7 @@ class _OnSlices:
         return self.state.shapes(_state(self.core))
 
     def first_state(self, params: Sequence[Any]) -> list[Any]:
-        """Returns the state's slices at the start, given those of the parameters."""
+        """Returns the slices of the first state, given the slices of the parameters."""
         joined = self.parameters.joined(params)
         state = jaxprs.evaluate_jaxpr(self.core.init, joined, apply)
         return self.state.taken_apart(state)
@@ -281,12 +281,12 @@ class _OnSlices:
         return jaxprs.evaluate_jaxpr(self.core.update, arrays, apply)
 
     def settled(self, leaves: Shapes) -> "_OnSlices":
-        """Returns the same optimizer, which takes apart all leaves of the state that it can.
+        """Returns the same optimizer, with as many leaves of the state in slices as possible.
 
-        A leaf is taken apart if it belongs to a stack and is as long as the stack, or if an update
-        yields it in slices. Leaves of the second kind are found by running the update on shapes.
-        With such a leaf in slices, the update may yield further leaves in slices, so it runs again.
-        The recursion ends, because each turn takes another leaf apart.
+        A leaf is cut if it belongs to a stack and is as long as the stack, or if an update yields
+        it in slices. Leaves of the second kind are found by running the update on shapes. With such
+        a leaf in slices, the update may yield further leaves in slices, so it runs again. The
+        recursion ends, because each call cuts another leaf.
 
         Args:
             leaves: the shapes of the parameters' slices.
@@ -309,7 +309,7 @@ class _OnSlices:
 
 
 def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:
-    """Returns, for each leaf, its length if it belongs to a stack of that length, else None."""
+    """Returns the length of each state leaf that belongs to a stack of that length, else None."""
     lengths: list[int | None] = []
     for owner, shape in zip(core.parameter_of, _state(core), strict=True):
         n = None if owner is None else parameters.lengths[owner]

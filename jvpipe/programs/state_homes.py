@@ -1,9 +1,9 @@
 """The homes of an optimizer's slots: the layers of gradients, parameters and leaves of the state.
 
-A parameter belongs to its owner, and so do its gradients and the state that mirrors it. A placed
-update shows that some other leaves of the state are also made and read by a single layer: they
-belong to that layer. Each layer has a copy of the remaining state, such as a count of updates. The
-global program has a copy of the part of it that it reads.
+A parameter belongs to its owner, and so do its gradients and the state that mirrors it. Placing the
+update may show that only one layer makes and reads some other leaf of the state; such a leaf
+belongs to that layer. Each layer has a copy of the remaining state, such as a count of updates. The
+global program has a copy of the remaining state that it reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ def homes_of(
     """Returns the homes of slots: parameters, with their gradients and state, belong to layers.
 
     Args:
-        update: the update, with the slots that it takes and yields.
-        init: `init`, with its slots.
-        traced: says which parameter each leaf of the state belongs to.
+        update: the update, with the slots of its inputs and results.
+        init: `init`, with the slots of its inputs and results.
+        traced: the optimizer; its `parameter_of` maps leaves of the state to parameters.
         of_leaf: the home of each parameter.
     """
     gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
@@ -37,7 +37,7 @@ def homes_of(
     for slot, leaf in zip(states, traced.parameter_of, strict=True):
         if leaf is not None:
             homes[slot] = of_leaf[leaf]
-    # The norm is a number about all layers, which the global program yields.
+    # The norm is over all layers, so the global program yields it.
     for slot in update.of_kind(SlotKind.GRAD_NORM):
         homes[slot] = Input("global")
     return homes
@@ -48,11 +48,11 @@ def settled_homes(
     homes: Mapping[Slot, Input],
     layers: Sequence[int],
 ) -> tuple[Flow, dict[Slot, Input]]:
-    """Places an update, again and again until the homes of the state no longer change.
+    """Places an update repeatedly, until the homes of the state no longer change.
 
-    Placing may show that a leaf of state is a single layer's. With this leaf at its layer, other
-    equations may get other places, so everything is placed again. The rounds end, because each
-    gives another leaf to a layer, and a leaf that has a layer keeps it.
+    Placing may show that a leaf of the state belongs to a single layer. With this leaf at its
+    layer, equations may get other places, so everything is placed again. The loop ends, because
+    each round assigns another leaf to a layer for good.
 
     Args:
         update: the traced update.
@@ -68,28 +68,27 @@ def settled_homes(
     homes = dict(homes)
     flow = update.flow(homes, layers)
     claims = _claims(flow)
-    # With the claimed leaves placed, further leaves may turn out to be a single layer's.
     while claims:
         homes |= claims
         flow = update.flow(homes, layers)
         claims = _claims(flow)
     check_homes(flow, homes)
     # The global program has copies of the shared state that it reads. To update these copies, it
-    # may read further shared state. The rounds end, because each makes another leaf shared.
+    # may read further shared state. The loop ends, because each round makes another leaf shared.
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
     return flow, homes
 
 
 def _claims(flow: Flow) -> dict[Slot, Input]:
-    """Returns the state that belongs to no parameter, but that one layer alone makes and reads."""
+    """Returns the state that belongs to no parameter, but that only one layer makes and reads."""
     maker: dict[Slot, int] = {}
     for out in flow.outputs:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # A result in `maker` has no home yet. If it were one of `others`, it would count as needed
-    # everywhere. So would the values that it is made of, such as its leaf before the update.
+    # A result in `maker` has no home yet. In `others`, it would count as needed everywhere, and so
+    # would the values that it is computed from, such as its leaf before the update.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}
@@ -102,7 +101,7 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
 
 
 def check_homes(flow: Flow, homes: Mapping[Slot, Input]) -> None:
-    """Checks that each home itself makes the large results that it needs.
+    """Checks that each home makes all the large results that it needs.
 
     Args:
         flow: a placed `update` or `init`.
@@ -116,7 +115,7 @@ def check_homes(flow: Flow, homes: Mapping[Slot, Input]) -> None:
 
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:
-    """Returns the state of which each layer has a copy and which the global program reads, too."""
+    """Returns the state that the global program reads and of which each layer has a copy."""
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"

@@ -1,8 +1,9 @@
-"""The types of an optimizer's state: the first updates are traced until the types stay the same.
+"""The types of an optimizer's state, fixed so that one program can run all updates.
 
-`init` may give a leaf of the state another type than an update does. For example, a hyperparameter
-may begin with a weak type, or a moment in bfloat16 may become float32. One program has to serve all
-updates. So `init` is traced again, and casts the state to the types that no update changes.
+The first update may change the type that `init` gives to a leaf of the state. For example, a
+hyperparameter may begin with a weak type, or a moment in bfloat16 may become float32. So updates
+are traced until the types no longer change. Then `init` is traced again, and casts the state to
+these types.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ def traced_init(
     Args:
         init: takes the leaves of the parameters, and returns the state.
         leaves: the shapes and types of the parameters.
-        types: the state's shapes and types to which `init` casts; None leaves them as they are.
+        types: the shapes and types to which `init` casts the state; None means no cast.
     """
 
     def cast_init(leaves: list[Any]) -> Tree:
@@ -46,16 +47,16 @@ def at_fixed_types(
     state: Tree,
     of_state: slice,
 ) -> tuple[ClosedJaxpr, Tree]:
-    """Traces an update at types of the state that the update does not change.
+    """Traces an update for types of the state that the update does not change.
 
     Args:
-        traced_at: traces the update at a given state.
+        traced_at: traces the update for the shapes and types of a state.
         state: the shapes and types that `init` gives the state.
         of_state: the positions of the state among the update's results.
 
     Returns:
-        The update, and the state's shapes and types: the object `state` itself, if the
-        first update changes no type.
+        The update, and the shapes and types of the state. The latter are the object `state` itself
+        if the first update changes no type.
 
     Raises:
         ValueError: an update changes a shape, or the types still change after three updates.
@@ -67,12 +68,13 @@ def at_fixed_types(
             return closed, state
         state = settled
     raise ValueError(
-        f"the types of the optimizer's state do not settle: after three updates they are {state}"
+        "the optimizer's update must return its state with the types that it got, but three "
+        f"updates in a row changed them; after the third they are {state}"
     )
 
 
 def _settled(old: Tree, new: Sequence[Any]) -> Tree:
-    """Returns the types of the state after an update, by the rules that a scan has for its carry.
+    """Returns the types of the state after an update, by the rules for the carry of a scan.
 
     Args:
         old: the state before the update.
@@ -96,8 +98,8 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
         """
         if before.shape != after.shape:
             raise ValueError(
-                f"the optimizer changes the shape of its state '{path_name(path)}' from "
-                f"{before.shape} to {after.shape}"
+                f"the optimizer's update changes the shape of its state '{path_name(path)}' from "
+                f"{before.shape} to {after.shape}; the shape must stay the same"
             )
         # A weak type may become strong, but a strong type never becomes weak.
         weak = _type(before)[1] and _type(after)[1]
@@ -110,7 +112,8 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
     leaves, tree = jax.tree_util.tree_flatten_with_path(old)
     if len(leaves) != len(new):
         raise ValueError(
-            f"the optimizer's state has {len(leaves)} leaves and {len(new)} after an update"
+            f"the optimizer's state has {len(leaves)} arrays, but {len(new)} after an update; the "
+            "number must stay the same"
         )
     pairs = zip(leaves, new, strict=True)
     return tree.unflatten(settle(path, before, after) for (path, before), after in pairs)

@@ -1,6 +1,7 @@
-"""The store of compiled programs: it compiles each one once per device, and keeps it for good.
+"""The store of compiled programs, which compiles each program once per device.
 
-So a new plan or a migration compiles only programs that a device has not had before.
+Programs stay in the store, so a new plan or a migration compiles only programs that are new for a
+device.
 """
 
 import operator
@@ -37,14 +38,15 @@ class Program:
     """A function of flat arrays, ready to be compiled.
 
     Attributes:
-        key: identifies what the program computes. Programs with equal keys share one executable,
-            so a key must contain everything on which the function depends.
+        key: identifies the computation. Programs with equal keys share one executable, so a key
+            must contain everything on which the function depends.
         fn: the function.
-        inputs: the shapes and types that it takes.
-        donated: positions of inputs that it may overwrite.
-        calls_host: whether it calls functions on the host, so that it can fail after its dispatch.
+        inputs: the shapes and types of the inputs.
+        donated: positions of inputs that the program may overwrite.
+        calls_host: whether the program calls functions on the host, which can fail after dispatch.
         takes: how the first inputs are cut over a group of devices; other inputs are not cut.
-        gives: the same for results; None lets the compiler choose how a result is cut.
+        gives: how the first results are cut over the group; other results are not cut. If an entry
+            is None, the compiler chooses how the result is cut.
     """
 
     key: Hashable
@@ -59,8 +61,8 @@ class Program:
         """Returns the same program, with inputs or results cut along the axes of a device group.
 
         Args:
-            takes: how each input is cut over the group.
-            gives: how each result, or each of the first ones, is cut over the group.
+            takes: how the first inputs are cut over the group.
+            gives: how the first results are cut over the group.
         """
         if all(spec == () for spec in (*takes, *gives)):
             return self
@@ -81,12 +83,12 @@ class Program:
     ) -> "Program":
         """Returns the program of a jaxpr.
 
-        The program has one more result, its mark. The mark has four bytes and is never donated. A
-        caller that waits for the mark waits for the program.
+        The program has an additional last result, its mark, which has four bytes and is never
+        donated. A caller that waits for the mark waits for the program.
 
         Args:
             closed: the jaxpr.
-            donated: positions of inputs that it may overwrite.
+            donated: positions of inputs that the program may overwrite.
             key: a value that is equal for jaxprs that are the same.
         """
         run = _jax.jaxpr_as_fun(closed)
@@ -108,14 +110,14 @@ def types_of(arrays: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
 def added_up(values: Sequence[Any]) -> Any:
     """Returns the sum of arrays of one shape, in their order.
 
-    They are added one after another and not by `jnp.sum`, so that the compiler cannot choose
-    another order of summation.
+    The arrays are added one after another and not with `jnp.sum`, for which the compiler may choose
+    the order of summation.
     """
     return reduce(operator.add, values)
 
 
 def added_weights(values: Sequence[Any]) -> Any:
-    """Returns the sum of the losses' weights, in their order, which a narrow type could not hold.
+    """Returns the sum of the losses' weights, in their order and in a type of at least 32 bits.
 
     >>> import jax.numpy as jnp
     >>> added_weights([jnp.float16(60000)] * 2).item(), added_weights([jnp.int8(100)] * 2).item()
@@ -130,9 +132,9 @@ def added_weights(values: Sequence[Any]) -> Any:
 class PackedCall:
     """An executable with inputs whose elements are smaller than a byte, such as int4.
 
-    JAX 0.10.2 checks how an executable's inputs lie in memory. The check fails for such inputs if
-    they lie on a chosen device. `jax.jit` does not check. So calls go through `jax.jit`, which
-    compiles the function once more, at the first call.
+    When an executable is called, JAX 0.10.2 checks the memory layout of its inputs, and the check
+    fails for such inputs on an explicitly chosen device. `jax.jit` makes no such check. So calls go
+    through `jax.jit`, which compiles the function a second time, at the first call.
     """
 
     executable: Any
@@ -162,17 +164,17 @@ class ProgramStore:
         kept: Collection[str],
         partial: Collection[int],
     ) -> LayerPrograms:
-        """Returns a layer's forward and backward; layers that are alike get the same programs.
+        """Returns a layer's forward and backward; layers of equal structure share programs.
 
         Args:
             body: the equations of the layer.
-            kept: the names of the candidates that its forward saves.
-            partial: the tensors that later layers read, too.
+            kept: the names of the candidates that the layer's forward saves.
+            partial: the ids of the inputs that later layers also read.
         """
         key = _layer_key(body, kept, partial)
         if key not in self._layers:
             programs = differentiate(body, kept, partial)
-            # Bodies that differ may still give equal programs: then the first ones are kept.
+            # Different bodies may give equal programs. Then the first programs are used for both.
             self._layers[key] = self._layers.setdefault(programs.key, programs)
         return self._layers[key]
 
@@ -192,15 +194,15 @@ class ProgramStore:
         return self._layers.get(_layer_key(body, kept, partial))
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
-        """Returns the executables of programs on devices; missing ones are compiled in parallel."""
-        # By key: a program that several layers share is compiled once.
+        """Returns the executables of programs; missing executables are compiled in parallel."""
+        # The keys make sure that a program that several layers share is compiled once.
         missing: dict[tuple[Hashable, Device], tuple[Program, Device]] = {}
         for program, device in programs:
             key = program.key, device
             if key not in self._compiled:
                 missing[key] = program, device
         if missing:
-            # `jax_enable_x64` may be set for this thread alone, so the pool's threads get it, too.
+            # `jax_enable_x64` may be set for this thread only, so it is set in the pool's threads.
             wide = jax.config.read("jax_enable_x64")
 
             def compiled(item: tuple[Program, Device]) -> Any:
@@ -212,7 +214,7 @@ class ProgramStore:
         return [self._compiled[p.key, d] for p, d in programs]
 
     def compile_s(self, programs: Iterable[tuple[Hashable, Device]]) -> float:
-        """Returns the seconds that compiling took, added up over programs.
+        """Returns the seconds that compiling took, summed over programs.
 
         Args:
             programs: pairs of a program's key and a device; unknown pairs count as 0.
@@ -230,8 +232,8 @@ class ProgramStore:
 
         Args:
             program: the program.
-            device: the device that it is for.
-            platform: the platform that it is lowered for; None stands for the device's.
+            device: the device that the program is for.
+            platform: the platform that the program is lowered for; None means the device's.
         """
         return self._lower(program, device, platform).as_text()
 
@@ -242,12 +244,12 @@ class ProgramStore:
         *,
         wide: bool,
     ) -> Any:
-        """Compiles a program, and notes the seconds that this takes.
+        """Compiles a program, and records the seconds that this takes.
 
         Args:
             program: the program.
-            device: the device that it is for.
-            wide: whether JAX has 64-bit types in the thread that asked for the program.
+            device: the device that the program is for.
+            wide: whether JAX has 64-bit types in the thread that called `compile`.
         """
         options: Any = _jax.exact(device.platform)
         start_s = time.perf_counter()
@@ -271,7 +273,7 @@ class ProgramStore:
         device: Device,
         platform: str | None = None,
     ) -> Any:
-        """Lowers a program; `text` has the arguments."""
+        """Lowers a program; `text` explains the arguments."""
         inputs = []
         specs = chain(program.takes, repeat(()))  # inputs without a spec are not cut
         for array, spec in zip(program.inputs, specs, strict=False):
@@ -301,10 +303,10 @@ class ProgramStore:
 
 
 def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
-    """Calls a function on each item, in as many threads as there are processors.
+    """Calls a function on each item, in as many threads as the machine has processors.
 
-    The pool gets an item only once a thread is free: a process that exits waits for all items
-    that the pool has, even for those that no thread has begun.
+    An item is submitted only when a thread is free, because a process that exits waits for all
+    submitted items, even for items that no thread has begun.
     """
     count = os.cpu_count() or 1
     free = Semaphore(count)
@@ -324,7 +326,7 @@ def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
 
 
 def _laid(program: Program) -> Callable[..., Any]:
-    """Returns the function of a program, with inputs whose memory layout no reader can change."""
+    """Returns the function of a program, with a fixed memory layout for its inputs."""
     return lambda *arrays: program.fn(*map(_jax.laid_out, arrays))
 
 
@@ -333,8 +335,8 @@ def _layer_key(
     kept: Collection[str],
     partial: Collection[int],
 ) -> Hashable:
-    """Returns a value that is equal for layers that are alike and keep the same candidates."""
-    # The kinds of the values that a layer reads and writes count, but not their numbers.
+    """Returns a value that is equal for layers of equal structure that keep the same candidates."""
+    # The key has the kinds of the values that a layer reads and writes, but not their numbers.
     are_partial = []
     for ref in body.reads:
         is_tensor = ref.kind is ValueKind.TENSOR
@@ -356,7 +358,7 @@ def _layer_key(
 
 
 def _spread(program: Program, group: DeviceGroup) -> Any:
-    """Returns a program for a group of devices; the compiler divides the work among them."""
+    """Returns a jitted program for a device group; the compiler divides its work over devices."""
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
     results = [None if spec is None else sharding_on(group, spec) for spec in gives]
@@ -370,5 +372,5 @@ def _spread(program: Program, group: DeviceGroup) -> Any:
 
 @cache
 def shared_store() -> ProgramStore:
-    """Returns the store of this process: pipelines of the same model share compiled programs."""
+    """Returns the store of this process, through which pipelines share compiled programs."""
     return ProgramStore()

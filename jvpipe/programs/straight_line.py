@@ -1,7 +1,7 @@
-"""Straight lines of equations: functions traced without calls and branches.
+"""Functions traced as straight lines: lists of equations without calls and branches.
 
-Calls are inlined, and all sides of a branch run. So each equation of an optimizer can be placed by
-itself (see `jvpipe.programs.ownership`).
+Calls are inlined, and all sides of a branch run. So each equation of an optimizer can be placed
+separately (see `jvpipe.programs.ownership`).
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ Apply = Callable[[JaxprEqn, list[Any]], list[Any]]
 def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Traces `fn` without calls and branches.
 
-    All branches of a `cond` run, and `select_n` picks the results of one of them. Running the other
-    branches changes nothing: an optimizer with side effects is refused (`ownership.py`).
+    All branches of a `cond` run, and `select_n` picks the results of one of them. The other
+    branches have no side effects, because `ownership.py` refuses an optimizer with side effects.
     """
     return straightened(standard(jax.make_jaxpr)(fn)(*args))
 
@@ -36,7 +36,7 @@ def straight_body(scan: JaxprEqn) -> ClosedJaxpr:
 
 
 def standard(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `trace` under the promotion rules that optax is written for, not under the user's."""
+    """Returns `trace` with JAX's default promotion rules, which optax expects, for any settings."""
 
     def traced(fn: Callable[..., Any], *args: Any) -> Any:
         def standard(*args: Any) -> Any:
@@ -53,8 +53,8 @@ def straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
     closed = inlined(traced, JITS)
     if not any(map(_jax.inner_jaxprs, closed.jaxpr.eqns)):
         return closed
-    # An expanded body may have calls of its own. The loop ends, because each turn removes a level
-    # of nesting.
+    # An expanded body may contain further calls. The loop ends, because each iteration removes a
+    # level of nesting.
     closed = _retraced(traced)
     while any(eqn.primitive.name in _EXPANDED for eqn in closed.jaxpr.eqns):
         closed = _retraced(closed)
@@ -71,7 +71,7 @@ def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Runs an equation, which is expanded if it has a branch or a derivative rule."""
+    """Runs an equation, and expands it if it has branches or a derivative rule."""
     with jax.named_scope(scope_of(eqn)):
         return _EXPANDED.get(eqn.primitive.name, _jax.bind)(eqn, values)
 
@@ -81,7 +81,7 @@ def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     index, *operands = values
     branches = eqn.params["branches"]
     results = [jaxprs.evaluate_jaxpr(branch, operands, _expand) for branch in branches]
-    # Like `cond`, this takes the nearest branch if the index is out of range.
+    # Like `cond`, clamp an index that is out of range.
     last = np.int32(len(branches) - 1)
     which = jax.lax.clamp(np.int32(0), index, last)
     by_result = zip(*results, strict=True)
@@ -89,7 +89,7 @@ def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Runs a function without its own derivative rule, because no derivative is taken here."""
+    """Runs a function without its derivative rule, because no derivative is taken here."""
     return jaxprs.evaluate_jaxpr(eqn.params["call_jaxpr"], values, _expand)
 
 

@@ -1,11 +1,10 @@
-"""Names the transformation that each equation of an optimizer comes from.
+"""The names of the transformations that an optimizer's equations come from.
 
-A transformation is a part of an optimizer with an `init` and an `update` of its own, such as
-`clip_by_global_norm`. When JAX traces an optimizer, each equation records the call stack under
-which it was made, and this module finds the transformation in that call stack. If the equations are
-traced again, the new call stacks do not show it. So they are traced again under a name scope
-(`scope_of`) that ends with the transformation. Messages and `OptimizerCut.cross_layer` use these
-names.
+A transformation is a part of an optimizer with a separate `init` and `update`, such as
+`clip_by_global_norm`. When JAX traces an optimizer, each equation records its call stack, in which
+this module finds the transformation. If the equations are traced again, the new call stacks do not
+show the transformation. So equations are traced again under a name scope (`scope_of`) that ends
+with the transformation. Messages and `OptimizerCut.cross_layer` use these names.
 """
 
 from collections.abc import Callable
@@ -45,14 +44,14 @@ def _traced_in(eqn: JaxprEqn) -> str:
 
 
 def call_optimizer(method: Callable[..., Any], *args: Any) -> Any:
-    """Calls `init` or `update`; in a call stack, the frames inside this one are the optimizer's."""
+    """Calls `init` or `update`, and so marks where the optimizer begins in a call stack."""
     try:
         return method(*args)
     except TypeError as error:
-        # Optimizers that take the value of the loss, or the loss itself, say so in their signature.
+        # Optimizers that need the loss function or its value have required keyword-only arguments.
         if "required keyword-only argument" not in str(error):
             raise
         raise ValueError(
-            f"{error}: gradients, state and parameters are all that an update of a pipeline knows. "
-            "Use an optimizer that needs no more (for L-BFGS: linesearch=None)"
+            f"{error}: a pipeline passes only gradients, state and parameters to an update. Use an "
+            "optimizer that needs no other arguments (for L-BFGS: linesearch=None)"
         ) from error

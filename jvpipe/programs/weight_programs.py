@@ -1,13 +1,13 @@
-"""The small programs around an asynchronous update: they shift weights and remember updates.
+"""The small programs around an asynchronous update: they shift weights and record updates.
 
 They predict weights for a forward (XPipe), correct weights for a backward (PipeMare), and record
-what each update has changed. In the docstrings:
+the change that each update made. In the docstrings:
 
 w         a parameter
-u         its last applied update
-delta     the running mean of its updates
+u         the last applied update of w
+delta     the running mean of the updates of w
 tau       the number of a stage's updates between a forward and the update from its gradients
-gamma     D ** (1 / tau), with the decay D: how much of the mean each update keeps
+gamma     D ** (1 / tau), with the decay D: the factor of the old mean in the new one
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def settled(
     decay: float,
     anneal_updates: int,
 ) -> Program:
-    """Returns PipeMare's T1 and T2 as a program, which overwrites all inputs except `w before`.
+    """Returns PipeMare's rules T1 and T2 as a program that overwrites all inputs but `w before`.
 
     The program is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. After
     t updates, T1 divides the next update u by tau ** p. The exponent p falls from 1 to 0 in the
@@ -75,7 +75,7 @@ def settled(
         shapes: the shapes of the parameters.
         tau: the number of updates between a forward and its update; at least 1.
         decay: D, between 0 and 1.
-        anneal_updates: K; if it is 0, no update is scaled.
+        anneal_updates: K; 0 turns T1 off.
     """
     n = len(shapes)
     gamma = decay ** (1 / tau)
@@ -87,7 +87,8 @@ def settled(
         left = 1 - jnp.minimum(done, np.float32(1))
         return np.float32(tau) ** -left
 
-    # A factor has the type of the array that it multiplies: a float32 one would widen bfloat16.
+    # Each factor has the type of the array that it multiplies. A float32 factor would widen
+    # bfloat16.
     def mean(delta: jax.Array, update: jax.Array) -> Any:
         kept = np.asarray(gamma, delta.dtype) * delta
         return kept + np.asarray(1 - gamma, delta.dtype) * update
@@ -106,7 +107,7 @@ def settled(
         return [*after, *means, t + np.int32(1)]
 
     key = "settled", tau, decay, anneal_updates, types_of(shapes)
-    # Everything is overwritten except the weights before the update, which others may still read.
+    # The weights before the update are not overwritten, because other programs may still read them.
     in_place = tuple(range(n, 3 * n + 1))
     inputs = (*shapes, *shapes, *shapes, COUNT)
     return Program(key, run, inputs, in_place)

@@ -226,7 +226,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "--steps": ("1" * 20, "of at most 2147483647"),
     "--profile": ("0", NUMBER),
     "--figure": ("run.exe", "exe"),
-    "--export": ("run.txt", "name it run.safetensors"),
+    "--export": ("run.txt", "name the file run.safetensors"),
     "--config": ("nowhere.toml", "cannot be read"),
     "--coordinator": ("host", "HOST:PORT, such as host0:12345"),
     "--process-id": ("-1", NUMBER),

@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_written_is_known_before(tmp_path: Path) -> None:
         (tmp_path / "no" / "file", "there is no folder"),
         (
             tmp_path / "model.npz",
-            "parameters are written as safetensors, name it model.safetensors",
+            "parameters are written in the format safetensors; name the file model.safetensors",
         ),
     ):
         with pytest.raises(ValueError, match=told):

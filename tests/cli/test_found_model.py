@@ -45,15 +45,18 @@ def test_the_models_of_jvpipe_follow_the_protocol() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("brt", r"unknown model 'brt': did you mean 'bert'\? .* one of your own is file.py:NAME"),
-        ("own.py", "say which object of the file it is, own.py:NAME"),
+        (
+            "brt",
+            r"unknown model 'brt': did you mean 'bert'\? .* for your own model, give file.py:NAME",
+        ),
+        ("own.py", "name an object in the file, as in own.py:NAME"),
         ("nowhere.py:Model", "--model nowhere.py:Model cannot be imported: there is no such file"),
         (f"{OWN}:Plane", "unknown name 'Plane': did you mean 'Plain'"),
         (
             "tests.nowhere:Model",
             "cannot be imported: ModuleNotFoundError: No module named 'tests.nowhere'",
         ),
-        ("tests.bits:Model", "there is no Model, nor any other model in tests.bits"),
+        ("tests.bits:Model", "there is no Model, and no other model in tests.bits"),
     ],
 )
 def test_what_is_not_there_is_said(name: str, told: str) -> None:

@@ -67,11 +67,11 @@ def test_what_cannot_be_is_refused(file: Path, tmp_path: Path) -> None:
         (
             "bert",
             {"tokenizer": str(tmp_path / "other.json")},
-            r"other\.json' is not a tokenizer .*: it should be a",
+            r"other\.json' is not a tokenizer .*: give a",
         ),
-        ("amoebanet", {}, "amoebanet reads no text by a tokenizer"),
-        ("examples/llama.py:Llama", {}, "Llama reads no text by a tokenizer"),
-        ("bert", {"resume": True}, "a run that is resumed has its tokenizer"),
+        ("amoebanet", {}, "amoebanet does not use a tokenizer"),
+        ("examples/llama.py:Llama", {}, "Llama does not use a tokenizer"),
+        ("bert", {"resume": True}, "a resumed run already has its tokenizer"),
     ):
         with pytest.raises(ValueError, match=told):
             keep_tokenizer(

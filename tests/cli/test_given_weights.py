@@ -62,11 +62,11 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for asked, told in (
         (
             options("bert", init_from=str(WEIGHTS / "t5")),
-            "is a folder of t5, and --model is bert: give --model t5",
+            "has the weights of t5, but --model is bert: give --model t5",
         ),
         (
             options("bert", model="amoebanet"),
-            "weights are read for bert, gemma, gpt2, llama, qwen3, t5, not for amoebanet",
+            "weights can be read for bert, gemma, gpt2, llama, qwen3, t5, but not for amoebanet",
         ),
         (options("bert", init_from=str(tmp_path)), "holds no weights"),
         (options("bert", sequence_length=64), "tokens=64 are more than the 16 positions"),

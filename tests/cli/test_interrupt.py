@@ -57,7 +57,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        (NOTED, "finishing the step and saving; once more stops at once\n\nstopped at once"),
+        (NOTED, "finishing the step and saving; a second signal stops at once\n\nstopped at once"),
         (RAISED, "stopped at once"),
         (BUSY, "stopped at once"),
         (COLLECTING, "stopped"),

@@ -23,9 +23,12 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
         ("FOLDER", "--json FOLDER: this is a folder: give the path of a file"),
         ("FOLDER/a/b", "--json FOLDER/a/b: there is no folder FOLDER/a: make it"),
         ("FOLDER/graph/b", "--json FOLDER/graph/b: there is no folder FOLDER/graph: make it"),
-        ("FOLDER/graph", "--json FOLDER/graph: this is the file of --graph: give another path"),
-        ("FOLDER/" + 300 * "x", "this cannot be written (File name too long): give another path"),
-        ("FOLDER/\0", "this cannot be written (embedded null byte): give another path"),
+        ("FOLDER/graph", "--json FOLDER/graph: --graph names the same file; give another path"),
+        (
+            "FOLDER/" + 300 * "x",
+            "the file cannot be written (File name too long): give another path",
+        ),
+        ("FOLDER/\0", "the file cannot be written (embedded null byte): give another path"),
     ],
 )
 def test_what_cannot_be_written_is_named(path: str, message: str, tmp_path: Path) -> None:
@@ -38,6 +41,6 @@ def test_what_cannot_be_written_is_named(path: str, message: str, tmp_path: Path
 
 
 def test_an_error_while_writing_names_the_output(tmp_path: Path) -> None:
-    named = r"^--json .*: this cannot be written \(Is a directory\)$"
+    named = r"^--json .*: the file cannot be written \(Is a directory\)$"
     with pytest.raises(OSError, match=named), writing("--json", str(tmp_path)) as path:
         path.write_text("")

@@ -87,7 +87,8 @@ def test_what_are_no_batches() -> None:
         data(Wrong())
     found = [np.zeros((8, 2))]
     with pytest.raises(
-        ValueError, match=r"gives arrays whose first axis is \[8\]: it counts the examples, 4"
+        ValueError,
+        match=r"gives arrays whose first axis is \[8\]: it must be the number of examples, 4",
     ):
         data(Wrong())
     with pytest.raises(ValueError, match="first axis is"):

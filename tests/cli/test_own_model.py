@@ -67,18 +67,18 @@ def without(name: str, **members: Any) -> Any:
         (without("", has_state=True), r"has_state needs initial_state\(\)"),
         (
             without("", batches=lambda self, seed: []),
-            r"batches\(seed\) is called as batches\(seed, batch_size\): too",
+            r"batches\(seed\) must accept the call batches\(seed, batch_size\): too",
         ),
         (
             without("", optimizer=lambda self: None),
-            r"optimizer\(\) is called as optimizer\(steps\)",
+            r"optimizer\(\) must accept the call optimizer\(steps\)",
         ),
         (without("", held_out=[]), r"held_out\(\) should be a function"),
         (without("", has_aux=1), "has_aux must be True or False, not 1"),
         (without("", steps=0), "steps must be a whole number of at least 1, not 0"),
         (
             without("", __init__=lambda self, blocks: None),
-            "the class Mine is not made without arguments",
+            "the class Mine cannot be called without arguments",
         ),
         (lambda: None, r"is not a model \(function\): it has no loss_fn"),
     ],
@@ -93,12 +93,12 @@ def test_what_is_no_model_is_told_why(found: Any, told: str) -> None:
 def test_sizes_and_fields_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="unknown size of full 'dep': did you mean 'deep'"):
         completed("own.py:full", "full", full, "dep")
-    with pytest.raises(ValueError, match="it has no sizes, so none is called deep"):
+    with pytest.raises(ValueError, match="it has no sizes, so leave out --size deep"):
         completed("own.py:Full", "Full", Full, "deep")
     with pytest.raises(ValueError, match=r"--model own\.py:Plain: unknown option of Plain 'dtype'"):
         completed("own.py:Plain", "Plain", Plain, None, {"dtype": "bfloat16"})
     with pytest.raises(
         ValueError,
-        match="blocks=3 replaces the field of a dataclass, and Mine is not one: make it one",
+        match="blocks=3 needs a model that is a dataclass, but Mine is not: make it a dataclass",
     ):
         completed("own.py:mine", "mine", without(""), None, {"blocks": "3"})

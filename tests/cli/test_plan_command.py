@@ -242,10 +242,10 @@ def test_a_limit_that_nothing_meets_is_an_answer(
             ["--graph", "GRAPH", "--microbatches", "1000000000"],
             "--microbatches must be a whole number of at most 100000, not 1000000000",
         ),
-        (["--graph", "GRAPH", "--batch-size", "8"], "--batch-size 8 is for a --model"),
-        (["--graph", "GRAPH", "--size", "large"], "--size large is for a --model"),
-        (["--graph", "GRAPH", "--dtype", "bfloat16"], "--dtype bfloat16 is for a --model"),
-        (["--graph", "GRAPH", "--frozen", "base/*"], "--frozen base/* is for a --model"),
+        (["--graph", "GRAPH", "--batch-size", "8"], "--batch-size 8 is for --model"),
+        (["--graph", "GRAPH", "--size", "large"], "--size large is for --model"),
+        (["--graph", "GRAPH", "--dtype", "bfloat16"], "--dtype bfloat16 is for --model"),
+        (["--graph", "GRAPH", "--frozen", "base/*"], "--frozen base/* is for --model"),
         (
             ["--model", "bert", "--batch-size", "8", "--frozen", "bloks/*"],
             "frozen pattern 'bloks/*' matches no parameter: did you mean 'blocks/",
@@ -324,14 +324,14 @@ PLANNING = "jvpipe.cli.plan_command.of_graph"
             ["--json", "FOLDER/nowhere/plan.json"],
             "there is no folder FOLDER/nowhere: make it, or give another path",
         ),
-        (["--figure", "/proc/plan.png"], "this cannot be written (No such file or directory)"),
+        (["--figure", "/proc/plan.png"], "the file cannot be written (No such file or directory)"),
         (["--figure", "FOLDER/plan.json"], "no picture ends in '.json', use one of"),
         (["--figure", "FOLDER/plan"], "no picture ends in '', use one of"),
         (
             ["--json", "FOLDER/a.json", "--timeline", "FOLDER/a.json"],
-            "this is the file of --json: give another path",
+            "--json names the same file; give another path",
         ),
-        (["--json", "GRAPH"], "this is the file of --graph: give another path"),
+        (["--json", "GRAPH"], "--graph names the same file; give another path"),
         (["--compare", "even,jvpip"], "unknown planner 'jvpip'"),
         (["--schedule", "2bw", "--microbatches", "1", "--stages", "3"], "Use microbatches=3"),
     ],
@@ -366,7 +366,7 @@ def test_a_full_disk_is_one_line(
     assert main(["--graph", graph, "--stages", "2", option, "/dev/full"]) == 2
     assert (
         capsys.readouterr().err
-        == f"error: {option} /dev/full: this cannot be written (No space left on device)\n"
+        == f"error: {option} /dev/full: the file cannot be written (No space left on device)\n"
     )
 
 

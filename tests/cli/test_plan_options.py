@@ -15,9 +15,9 @@ from jvpipe.papers.registry import PLANNERS
         ({"model": "bert", "graph": "x.txt"}, "give one of --model and --graph"),
         (
             {"graph": "x.txt", "batch_size": 8},
-            "--batch-size 8 is for a --model; a --graph has its own: leave it out",
+            "--batch-size 8 is for --model and cannot change the graph file of --graph: leave it out",
         ),
-        ({"graph": "x.txt", "set": ("blocks=3",)}, "--set blocks=3 is for a --model"),
+        ({"graph": "x.txt", "set": ("blocks=3",)}, "--set blocks=3 is for --model"),
         (
             {"model": "bert", "sequence_length": 0},
             "--sequence-length must be a whole number of at least 1, not 0",

@@ -79,7 +79,7 @@ def test_who_waits_can_be_stopped(process: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as end:
         join(given([*meet, "--host-timeout", str(LIMIT_S)]))
     assert end.value.code == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "stopped before all processes had come\n"
+    assert capsys.readouterr().err == "stopped before all processes had connected\n"
 
 
 def test_a_network_without_a_secret_is_warned_of_in_one_line(
@@ -94,7 +94,7 @@ def test_a_network_without_a_secret_is_warned_of_in_one_line(
         "1",
     ]
     assert join(given(everywhere)) is ALONE
-    told = "warning: whoever reaches 0.0.0.0 can join or end this run: give --secret-file\n"
+    told = "warning: anyone who can reach 0.0.0.0 can join or end this run: give --secret-file\n"
     assert capsys.readouterr().err == told
 
 
@@ -117,6 +117,6 @@ def test_a_secret_where_nobody_asks_for_it_is_refused(tmp_path: Path) -> None:
     of_cluster = finished("--distributed", "--secret-file", str(secret))
     assert (of_cluster.returncode, len(of_cluster.stderr.splitlines())) == (2, 1)
     assert (
-        "with --distributed the processes meet through JAX, which knows no secret"
+        "with --distributed the processes meet through JAX, which does not check a secret"
         in of_cluster.stderr
     )

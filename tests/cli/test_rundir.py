@@ -165,7 +165,7 @@ def test_files_of_a_run_are_known_by_their_digests(tmp_path: Path) -> None:
     (run.path / "tokenizer.json").write_text("nev")
     with pytest.raises(
         DamageError,
-        match=r"tokenizer\.json is not what the run began with: put it back, or delete it",
+        match=r"tokenizer\.json has changed since the run began: restore it, or delete it",
     ):
         run.check_files(digests)
     (run.path / "tokenizer.json").unlink()
@@ -234,7 +234,7 @@ def test_the_older_checkpoint_that_is_whole_is_named(tmp_path: Path) -> None:
 
     restore()
     whole = [
-        f"{run.checkpoint(2)} is whole: move {run.checkpoint(3)} out of the way",
+        f"{run.checkpoint(2)} is whole: to resume from it, move {run.checkpoint(3)} away",
         f"{run.checkpoint(1)} is whole",
     ]
     for step, what in zip((3, 2, 1), (*whole, "no older checkpoint is whole"), strict=True):
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_another_step_is_said_and_none_that_is_whole(tmp_path: P
             old.rename(new)
     with pytest.raises(DamageError) as caught, run.advising():
         run.check_last()
-    wrong = f"{run.checkpoint(4)} holds the state of step 3, not of step 4 as its name says"
+    wrong = f"{run.checkpoint(4)} has the state of step 3, not of step 4 as its name says"
     assert str(caught.value) == f"{wrong}; no older checkpoint is whole"
 
 

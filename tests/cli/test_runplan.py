@@ -76,7 +76,7 @@ def test_a_plan_that_a_run_before_was_given_is_not_given_again(path: Path) -> No
 )
 def test_options_must_not_contradict_a_given_plan(name: str, value: Any, path: Path) -> None:
     given = asdict(TrainOptions(plan=str(path))) | {name: value}
-    with pytest.raises(ValueError, match=f"--{name} {value} contradicts --plan .*: there it is"):
+    with pytest.raises(ValueError, match=f"--{name} {value} contradicts --plan .*, where it is"):
         given_plan(given, asdict(TrainOptions()))
 
 

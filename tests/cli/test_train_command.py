@@ -19,7 +19,7 @@ def test_a_disk_that_is_full_is_told_with_the_cure(
     monkeypatch.setattr(train_command, "run", full)
     assert train_command.main([]) == 2
     told = (
-        "No space left on device: make room where the folder of the run lies, and go on with "
+        "No space left on device: make room on the disk of the run's folder, and continue with "
         "--resume"
     )
     assert capsys.readouterr().err == f"error: [Errno 28] {told}\n"

@@ -81,7 +81,7 @@ def test_how_many_stages_and_devices_there_are(
             ["--steps", "99999999999999999999"],
             "--steps must be a whole number of at most 2147483647, not 99999999999999999999",
         ),
-        (["--devices", "2"], "--devices 2 is for --replicas auto"),
+        (["--devices", "2"], "--devices 2 needs --replicas auto"),
         (
             ["--replicas", "2;1"],
             "each of --replicas must be a whole number of at least 1, not '2;1'",

@@ -14,8 +14,8 @@ from jvpipe.cli.command_line import parse
 from jvpipe.cli.run_folder import RunDir
 
 REFUSED = (
-    "was not made here by this user, and names code to be run, own.py:M: look at it, and give "
-    "--model own.py:M"
+    "was not made here by this user, and names code to be run, own.py:M: if you trust the code, "
+    "give --model own.py:M"
 )
 
 

@@ -145,8 +145,8 @@ def test_lines_that_are_no_metrics_are_left_out(run: Path) -> None:
 
 
 EXTRA: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another step": (put("step", value=2), "holds the state of step 2, not of step 4"),
-    "no place in the data": (lacking("extra", "data"), "holds no position in the data"),
+    "another step": (put("step", value=2), "has the state of step 2, not of step 4"),
+    "no place in the data": (lacking("extra", "data"), "has no position in the data"),
     "another place in the data": (put("extra", "data", value=[1]), "usable position in the data"),
     "evaluations of nothing": (put("extra", "evaluations", value=[]), "evaluations must be"),
     "evaluations of another name": (put("extra", "evaluations", "x", value=1), "evaluations has"),
@@ -187,4 +187,4 @@ def test_checkpoints_that_changed_places(run: Path) -> None:
     folder = run / "checkpoints"
     for old, new in (("00000004", "x"), ("00000002", "00000004"), ("x", "00000002")):
         (folder / old).rename(folder / new)
-    assert "00000004 holds the state of step 2, not of step 4 as its name says" in resumed(run)
+    assert "00000004 has the state of step 2, not of step 4 as its name says" in resumed(run)

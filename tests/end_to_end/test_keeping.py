@@ -176,7 +176,7 @@ def test_a_folder_that_moves_away_is_said_and_not_made_anew(
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert (
-        f"error: {run} was moved away while the run was at work: the state after step 8"
+        f"error: {run} was moved or deleted during the run, so the state after step 8"
         in done.stderr
     )
     assert list(run.iterdir()) == [] if another else not run.exists()
@@ -194,7 +194,7 @@ def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert (
-        "after step 2, which best.json names; stopped early, as 2 evaluations since were no better"
+        "after step 2 (see best.json); stopped early, as 2 evaluations since were no better"
         in done.stdout
     )
     assert len(lines(run)) == 6
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
         (
             "Plain",
             ("--eval-every", "3"),
-            "--eval-every 3: Plain has no held_out() to be evaluated on",
+            "--eval-every 3: Plain has no held-out batches",
         ),
         ("full", ("--early-stop", "3"), "--early-stop 3 needs --eval-every"),
         ("full", ("--keep", "0"), "--keep must be a whole number of at least 1, not 0"),

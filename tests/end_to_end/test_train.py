@@ -232,14 +232,14 @@ def test_a_complete_run_is_evaluated_and_exported_wherever_it_lies(
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot write {export}: ")
     assert (
-        f"the state is in {run / 'checkpoints' / '00000006'}, to export it: python -m jvpipe.train"
+        f"the state is in {run / 'checkpoints' / '00000006'}; to export it, run: python -m jvpipe.train"
         in done.stderr
     )
     assert len(done.stderr.splitlines()) == 1
     done = finished(*again)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert f"data: {text}, as the run in {run} had it" in done.stdout
+    assert f"data: {text}, as the run in {run} used it" in done.stdout
     assert "all 6 steps are done" in done.stdout
     assert "held-out loss" in done.stdout
     assert export.read_bytes() == (whole.parent / "whole.safetensors").read_bytes()
@@ -254,9 +254,9 @@ def test_damage_is_one_line(text: Path, whole: Path, tmp_path: Path) -> None:
     for name, told in (
         (
             "checkpoints/00000006/generation-000001/arrays.safetensors",
-            "00000003 is whole: move .*00000006 out of the",
+            "00000003 is whole: to resume from it, move .*00000006 away",
         ),
-        ("tokenizer.json", "put it back, or delete it, and it is remade from the data"),
+        ("tokenizer.json", "restore it, or delete it to make it again from the data"),
         ("plan.json", "plan.json is not what the run wrote"),
     ):
         content = (run / name).read_bytes()

@@ -319,12 +319,12 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
         (["--import", "megatron"], "error: --import megatron: give FORMAT:FILE"),
         (
             ["--import", "megatron:nowhere.txt"],
-            "error: --import megatron:nowhere.txt: this cannot be read (No such file or directory)",
+            "error: --import megatron:nowhere.txt: the file cannot be read (No such file or directory)",
         ),
-        (["--import", f"megatron:{HERE}"], "exports: this cannot be read (Is a directory)"),
+        (["--import", f"megatron:{HERE}"], "exports: the file cannot be read (Is a directory)"),
         (
             ["--import", f"torch-csv:{HERE.parents[1] / 'docs' / 'plan.png'}"],
-            "plan.png: this is not a file of text",
+            "plan.png: the file is not a text file",
         ),
         (
             ["--import", f"jaxpp:{HERE / 'golden' / 'vee.jaxpp'}"],

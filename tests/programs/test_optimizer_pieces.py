@@ -500,11 +500,11 @@ def make_talkative() -> optax.GradientTransformation:
     [
         (
             optax.lbfgs(linesearch=None),
-            r"scale_by_lbfgs mixes, in one scan, arrays of .*'blocks/one/w', .*'embed'",
+            r"scale_by_lbfgs combines arrays of .* in one scan\. .*'blocks/one/w', .*'embed'",
         ),
-        (optax.flatten(optax.adam(1e-2)), r"flatten mixes, in one concatenate, .*under 1024 bytes"),
-        (make_loop(mixes=True), "make_loop mixes, in one scan"),
-        (make_while(), "make_while mixes, in one while"),
+        (optax.flatten(optax.adam(1e-2)), r"flatten combines .* one concatenate\. .* 1024 bytes"),
+        (make_loop(mixes=True), "make_loop combines arrays of several layers in one scan"),
+        (make_while(), "make_while combines arrays of several layers in one while"),
         (make_talkative(), "side effects cannot be cut: debug_.* in make_talkative"),
         (optax.lbfgs(), "scale_by_zoom_linesearch.*'value'.*linesearch=None"),
         (contrib.momo(), "missing 1 required keyword-only argument: 'value'"),

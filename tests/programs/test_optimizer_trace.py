@@ -81,7 +81,7 @@ def test_state_whose_shape_or_leaves_change_is_refused() -> None:
     def more(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, (state, state)
 
-    with pytest.raises(ValueError, match="has 1 leaves and 2 after an update"):
+    with pytest.raises(ValueError, match="has 1 arrays, but 2 after an update"):
         traced(more)
 
 
@@ -100,5 +100,5 @@ def test_an_optimizer_that_needs_more_than_gradients_is_refused_with_the_reason(
         return updates, state
 
     hungry = optax.GradientTransformationExtraArgs(lambda params: (), update)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="all that an update of a pipeline knows"):
+    with pytest.raises(ValueError, match="passes only gradients, state and parameters"):
         trace_optimizer(hungry, [SHAPE], [1], 1, grad_norm=False)

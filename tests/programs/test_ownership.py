@@ -55,7 +55,8 @@ def test_what_is_made_of_replicated_values_is_made_everywhere() -> None:
 
 def test_large_arrays_do_not_cross() -> None:
     with pytest.raises(
-        ValueError, match=r"mixes, in one add, arrays of several layers, made of 'a', 'b'"
+        ValueError,
+        match=r"arrays of several layers in one add\. The arrays are computed from 'a', 'b'",
     ):
         placed(lambda a, b: [a + b], [LARGE, LARGE], [0], LAYERS)
     with pytest.raises(

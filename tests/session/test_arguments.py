@@ -125,7 +125,7 @@ def test_what_no_update_returns(answer: Any) -> None:
     pipe = jvpipe.Pipeline(loss_fn, wrong, stages=2, microbatches=2, planner="even")
     refused(
         lambda: pipe.init(PARAMS, narrow(), None),
-        r"update must return \(updates, state\), the updates in the .* not",
+        r"must return \(updates, state\), where updates has the .*; it returned",
     )
 
 

@@ -215,4 +215,4 @@ def test_mistakes_of_the_command_are_one_line(capsys: pytest.CaptureFixture[str]
         assert told in error
         assert error.count("\n") == 1
     assert main(["--graph", "x.txt", "--devices", "4"]) == 2
-    assert "--devices 4 is for a --model" in capsys.readouterr().err
+    assert "--devices 4 is for --model" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def test_swapped_values_are_the_hosts_and_need_a_target_with_memory_there(
     [
         (("--compile", "--hardware", "p40"), "no compile target is known for Tesla P40"),
         (("--compile", "--target", "h10"), "unknown compile target 'h10': did you mean 'h100'"),
-        (("--target", "h100"), "--target h100 is for --compile: give both"),
+        (("--target", "h100"), "--target h100 needs --compile: give both"),
         (("--compile", "--compare", "even,jvpipe"), "compile is for one planner"),
     ],
 )
