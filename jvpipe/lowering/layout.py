@@ -65,13 +65,7 @@ class MicrobatchLayout:
         >>> [str(value) for value in MicrobatchLayout.of(graph, plan, [signature]).swapped(0, 5)]
         ['residual 0 layer 0 micro-batch 5']
         """
-        return MicrobatchLayout(
-            number,
-            graph,
-            plan,
-            Fates.of(graph, plan),
-            signatures,
-        )
+        return MicrobatchLayout(number, graph, plan, Fates.of(graph, plan), signatures)
 
     @cached_property
     def stage(self) -> Mapping[int, int]:

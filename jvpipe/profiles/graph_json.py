@@ -82,11 +82,7 @@ def read_graph_json(text: str, file: str) -> GraphFile:
                 f"per second of this file's edges, that is more than {MOST_BYTES} bytes"
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
-    costs = operator_costs(
-        [nodes[node] for node in order],
-        seconds,
-        link,
-    )
+    costs = operator_costs([nodes[node] for node in order], seconds, link)
     return GraphFile(costs, int(limit), devices, link)
 
 

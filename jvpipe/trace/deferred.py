@@ -48,14 +48,7 @@ class BatchStatistics(NamedTuple):
                 f"features must be a whole number of at least 1, not {brief(features)}"
             )
         zeros = jnp.zeros(features, jnp.float32)
-        return BatchStatistics(
-            zeros,
-            zeros + 1.0,
-            zeros,
-            zeros,
-            jnp.int32(0),
-            jnp.int32(0),
-        )
+        return BatchStatistics(zeros, zeros + 1.0, zeros, zeros, jnp.int32(0), jnp.int32(0))
 
 
 def deferred_batch_norm(
@@ -105,14 +98,7 @@ def deferred_batch_norm(
     y = (values - mean) * jax.lax.rsqrt(variance + epsilon)
     off = mean.ravel() - statistics.mean
     squares = size * (variance.ravel() + off**2)
-    remembered = _remembered(
-        statistics,
-        size * off,
-        squares,
-        size,
-        microbatches,
-        momentum,
-    )
+    remembered = _remembered(statistics, size * off, squares, size, microbatches, momentum)
     return y.astype(x.dtype), remembered
 
 
