@@ -149,7 +149,7 @@ class OrderEffort:
     patiences: tuple[float, ...] = (0.0, 1.0)
     simulated: int = 3
     crowded: int = 24
-    polished: int = 6
+    polished: int = 16
     polished_tasks: int = 50_000
     doubt: float = 0.1
 
