@@ -167,10 +167,17 @@ class Plan:
     def device_count(self) -> int:
         """The number of devices that the plan needs.
 
+        Raises:
+            ValueError: the plan has no stage with a device.
+
         >>> Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]).device_count
         2
         """
         # Indices count from 0. A device below the highest one counts even if no stage is on it.
+        if not any(self.replicas):
+            raise ValueError(
+                f"the plan's stages {self.stages} have no devices: give at least one stage"
+            )
         return 1 + max(device for stage in self.stages for device in stage.devices)
 
     @property
@@ -327,16 +334,17 @@ class Plan:
         """
         entries = _entries("a plan", data, ("stages", "schedule", "planner"))
         list_of_stages = several(entries["stages"])
-        if list_of_stages is None:
-            raise ValueError(f"stages must be a list, not {brief(entries['stages'])}")
+        if not list_of_stages:
+            raise ValueError(
+                f"stages must be a list of at least one stage, not {brief(entries['stages'])}"
+            )
         stages = tuple(_stage(s, stage) for s, stage in enumerate(list_of_stages))
         splits = whole_numbers("splits", entries.get("splits", ()))
         unsplit = whole_numbers("unsplit", entries.get("unsplit", ()))
         keep_last = checked_flag("keep_last", entries.get("keep_last", False))
         schedule, planner = entries["schedule"], entries["planner"]
         tasks = entries.get("tasks", ())
-        # A text could be iterated over, too, and would be read as a list of single characters.
-        lines = None if isinstance(tasks, str) else several(tasks)
+        lines = several(tasks)
         if lines is None or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"tasks must be texts, one for each device, not {brief(tasks)}")
         if not isinstance(schedule, str | None) or not isinstance(planner, str):
