@@ -16,7 +16,14 @@ from typing import Any
 
 from jvpipe.ir.outline import Outline
 from jvpipe.util.brief import brief
-from jvpipe.util.given import checked_flag, checked_path, is_whole, several, whole_numbers
+from jvpipe.util.given import (
+    checked_flag,
+    checked_path,
+    is_whole,
+    several,
+    shown_path,
+    whole_numbers,
+)
 from jvpipe.util.names import did_you_mean
 
 
@@ -356,7 +363,9 @@ class Plan:
         """Writes the plan as JSON."""
         file = checked_path("path", path)
         if file.is_dir():
-            raise ValueError(f"{file} is a folder, but a plan is a file: give the path of a file")
+            raise ValueError(
+                f"{shown_path(file)} is a folder, but a plan is a file: give the path of a file"
+            )
         file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @staticmethod
@@ -370,9 +379,11 @@ class Plan:
         try:
             return Plan.from_json(json.loads(file.read_text()))
         except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+            raise ValueError(f"{shown_path(file)} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:  # RecursionError: JSON nested too deeply
-            raise ValueError(f"{file} is not a plan that jvpipe saved: {error}") from error
+            raise ValueError(
+                f"{shown_path(file)} is not a plan that jvpipe saved: {error}"
+            ) from error
 
 
 EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}

@@ -78,6 +78,16 @@ def checked_path(name: str, path: Any) -> Path:
     return Path(text)
 
 
+def shown_path(path: Path) -> str:
+    r"""Writes a path for a message: as it is, or with escapes if it has line breaks.
+
+    >>> shown_path(Path("a/b")), shown_path(Path("a\nb"))
+    ('a/b', "'a\\nb'")
+    """
+    text = str(path)
+    return text if text.isprintable() else repr(text)
+
+
 def checked_address(name: str, address: str) -> tuple[str, int]:
     """Returns the host and the port in a text of the form HOST:PORT.
 

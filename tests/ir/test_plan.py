@@ -169,3 +169,11 @@ def test_a_wrong_plan_says_what_is_wrong(plan: Plan, message: str) -> None:
     GOOD.check(layers=4, devices=2)
     with pytest.raises(ValueError, match=message):
         plan.check(layers=4, devices=2)
+
+
+def test_a_path_with_a_line_break_is_told_in_one_line(tmp_path: Path) -> None:
+    for file in (tmp_path / "\u00e9\n", tmp_path):
+        with pytest.raises(ValueError, match="cannot be read: ") as refused:
+            Plan.load(file)
+        assert "\n" not in str(refused.value)
+        assert repr(str(file))[1:-1] in str(refused.value)
