@@ -353,8 +353,8 @@ def _held(
     if not schedule.synchronous:
         # After this many micro-batches, the pipeline of a stream is full and holds no more later.
         # Lists for stages that take turns say so themselves (`RoundRobin.in_flight`).
-        most = getattr(schedule.lists, "in_flight", ())
-        count = max(microbatches, 2 * devices, *most)
+        in_flight = getattr(schedule.lists, "in_flight", ())
+        count = max(microbatches, 2 * devices, *in_flight)
     lists = schedule.tasks(devices, count)
     return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
 
