@@ -43,7 +43,7 @@ class PipeMare(Schedule):
         warmup_updates: int = 0,
         update_every: int = 1,
     ) -> None:
-        if not isinstance(decay, Real) or not 0 < decay < 1:
+        if not isinstance(decay, Real) or not 0 < float(decay) < 1:
             raise ValueError(f"decay must lie between 0 and 1, not be {brief(decay)}")
         at_least(0, anneal_updates=anneal_updates, warmup_updates=warmup_updates)
         at_least(1, update_every=update_every)
