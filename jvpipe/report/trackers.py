@@ -235,7 +235,7 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         # A value that has no elements is looked up like a name.
-        listed: Sequence[Any] | None = None if isinstance(names, str) else several(names)
+        listed: Sequence[Any] | None = several(names)
         self._begin = [find_tracker(name) for name in ([names] if listed is None else listed)]
         self._folder, self._config = checked_path("folder", folder), dict(config or {})
         self._trackers: list[Tracker] | None = None
