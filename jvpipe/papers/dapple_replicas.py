@@ -109,8 +109,9 @@ class _Search:
         # The least of these products bounds the layer's seconds from below, for any r that is
         # tried.
         multiples = range(self.unit, self.shapes.devices + 1, self.unit)
+        rests = range(self.shapes.devices, 0, -self.unit)  # of the last stage
         works = []
-        for r in (1, *multiples):
+        for r in {1, *multiples, *rests}:
             share = self.segments.share(self.size, r)
             works.append(r * self.segments.compute_s(share))
         least = np.min(works, axis=0)
@@ -128,9 +129,10 @@ class _Search:
             for free in [free for free in self.known if sum(free) == left]:
                 for m in fed:
                     self._extend_by(free, m)
-        # T_PL assumes as few micro-batches in flight as a step of two or more can have. `judge`
-        # counts the real number, with which more layers may have to run again. So the L that
-        # `judge` finds is not less than T_PL. Plans are judged in order of rising T_PL, until T_PL
+        # T_PL assumes as few micro-batches in flight as a step can have. `judge` counts the real
+        # number, with which more layers may have to run again. So the L that `judge` finds is
+        # rarely less than T_PL. (It is if a stage that runs again becomes the pivot, or if replicas
+        # are spared bytes that were assumed.) Plans are judged in order of rising T_PL, until T_PL
         # reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
@@ -279,9 +281,10 @@ class _Search:
     def _work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
         """Returns F and B of each segment on some replicas, and whether the segment is possible.
 
-        It is assumed that the last stage has one micro-batch in flight, and any other stage two. If
-        a segment does not fit with everything kept, all its forwards are counted as run again.
-        `judge` finds out whether a plan fits with the real numbers in flight.
+        It is assumed that the last stage has one micro-batch in flight, and any other stage two, or
+        one if a step has only one. If a segment does not fit with everything kept, all its forwards
+        are counted as run again. `judge` finds out whether a plan fits with the real numbers in
+        flight.
         """
         segments = self.segments
         share = segments.share(self.size, replicas)
