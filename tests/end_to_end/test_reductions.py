@@ -360,7 +360,7 @@ def test_what_the_user_says_of_state_must_fit_it() -> None:
             {"n": "mean", "any": "same"},
             "says 'mean' for 'n', which is of type int32: choose 'sum', 'same'",
         ),
-        ({"n": "sum", "any": "sum"}, "says 'sum' of 'any', which is of type bool: say 'same'"),
+        ({"n": "sum", "any": "sum"}, "says 'sum' for 'any', which is of type bool: choose 'same'"),
         ({"m": "sum"}, "model_state_reduce pattern 'm' matches no leaf: there are 'any', 'n'"),
     ):
         with pytest.raises(ValueError, match=message):
