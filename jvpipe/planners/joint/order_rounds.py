@@ -72,7 +72,7 @@ class _DeviceRounds:
         return len(self.ends_s[kind])
 
     def ended_s(self, kind: Kind, m: int) -> float:
-        """Returns when a task ended, which must have run."""
+        """Returns when a task ended; it must have run."""
         return self.ends_s[kind][m]
 
 
@@ -118,8 +118,8 @@ class Rounds:
     def _before_backward(self) -> list[int]:
         """Counts for each device the forwards after its first one and before its first backward.
 
-        Unless the device before, which makes its inputs, runs all forwards first, a device takes
-        fewer than that one. It takes none if the device before takes none.
+        If the device before, which makes the inputs, does not run all forwards first, a device
+        takes fewer forwards than the device before, or none if that one takes none.
         """
         loads = self._loads
         more = [0] * self._count
@@ -188,10 +188,10 @@ class Rounds:
         return first
 
     def _should_wait(self, s: int) -> bool:
-        """Tells whether a device does better to wait for its backward than to take a forward now.
+        """Tells whether a device should wait for its backward rather than take a forward now.
 
-        It does if its backward could begin by now, or if the forward would delay the backward and
-        the wait is within the device's slack.
+        It should if its backward could begin by now, or if the forward would delay the backward
+        and the wait is within the device's slack.
         """
         loads = self._loads
         seconds = loads.seconds
