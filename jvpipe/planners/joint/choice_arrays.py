@@ -48,7 +48,7 @@ Flight = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices of all layers. `allowed` marks the choices that a layer has in its row."""
+    """The choices of all layers. A row of `allowed` marks the choices that its layer has."""
 
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
@@ -153,7 +153,7 @@ class Choices:
         (`dominance.py`).
 
         Args:
-            flights: the layer's stage's `Flight` at each moment that matters.
+            flights: what the stage of the layers has in flight at each moment that matters.
         """
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]

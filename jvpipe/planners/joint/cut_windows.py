@@ -35,7 +35,7 @@ from jvpipe.util.sizes import MOST_BYTES
 PRICE_ROUNDS = 2
 """How many pairs of prices each stage gets. It may be changed: more pairs make windows narrower."""
 BYTES_ALONE = (0.0, 1.0)
-"""Prices at which only bytes count, one second each."""
+"""Prices (alpha, mu) at which only bytes count, at one second per byte."""
 ROUNDING_BYTES = 0.5
 """More than the rounding error of a sum of bytes, and less than a byte."""
 

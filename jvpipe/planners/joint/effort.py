@@ -128,8 +128,8 @@ class OrderEffort:
             real one.
         patiences: of list scheduling (`order_list.py`).
         simulated: how many refined orders are simulated.
-        crowded: how many further candidates are simulated if transfers share links. Such
-            transfers wait for each other, which the times of `order_course.py` leave out.
+        crowded: how many further candidates are simulated if transfers share links. The times of
+            `order_course.py` do not count that such transfers wait for each other.
         polished: from how many simulated plans a climb starts in which each order is simulated
             (`order_polish.py`).
         polished_tasks: how many tasks each of these climbs may simulate.

@@ -5,7 +5,7 @@ same, the second fullest devices decide, and so on.
 
 Measured seconds are noisy, and whether a limit can be kept must not depend on noise. So only bytes
 count here. The caller gives a function that counts exactly what a plan holds, from its lowered
-lists. The search is a local one:
+lists of tasks. The search is a local one:
 
 1. It begins with the plan that holds the least by the planners' own count (`stage_cost.py`). This
    count is nearly exact and needs no lowering. For models of few layers, the search also tries the

@@ -11,7 +11,7 @@ block. Letters are tasks in the list of a device:
     behind         a b d e c      c moves to the end; d and e no longer wait for c
     split, behind  a b I d e W    c is a backward: its second half W moves to the end
 
-Two halves that are near each other may also be joined to a whole backward again. No task passes
+Two halves that are near each other may also be joined into a whole backward. No task passes
 another task of its own stage and kind, so that the results stay bitwise identical. What the device
 holds must fit after each of its tasks.
 

@@ -80,7 +80,7 @@ class _Polish:
         return False
 
     def _is_faster(self, order: TaskLists) -> bool:
-        """Simulates the order of the course; keeps it if the step is shorter and memory suffices."""
+        """Simulates the course's order; keeps it if the step is shorter and memory suffices."""
         if order in self.seen:
             return False
         self.seen.add(order)

@@ -106,7 +106,7 @@ class Rounds:
             self.order = tuple(tuple(device.tasks) for device in self._devices)
 
     def _begin(self) -> None:
-        """Takes on each device the forwards before its first backward, and then that backward."""
+        """Runs on each device the forwards before its first backward, and then that backward."""
         for s in range(self._count):
             self._take(s, Kind.F)
         for s, more in enumerate(self._before_backward()):
@@ -150,7 +150,7 @@ class Rounds:
         return more
 
     def _round(self) -> bool:
-        """Takes a forward on some devices and a backward on all; False if a forward has no room."""
+        """Runs a forward on some devices and a backward on all; False if a forward has no room."""
         loads = self._loads
         for s in range(self._first_forwarding(), self._count):
             if self._devices[s].done(Kind.F) == loads.microbatches:
@@ -171,7 +171,7 @@ class Rounds:
         return True
 
     def _first_forwarding(self) -> int:
-        """Finds the first device that takes a forward in a round; all devices after it do too.
+        """Finds the first device that runs a forward in a round; all devices after it do too.
 
         With `hurries`, a device that is at least two forwards ahead of the next one may skip its
         forward, to be in time for its backward. The devices before it then skip theirs too.
@@ -221,14 +221,14 @@ class Rounds:
         return Kind.I if self._loads.splits[s] else Kind.B
 
     def _make_room(self, s: int, more_bytes: float) -> bool:
-        """Takes second halves until there is room for more bytes; tells whether there is room."""
+        """Runs second halves until there is room for more bytes; tells whether there is room."""
         device = self._devices[s]
         while device.held_bytes + more_bytes > self._rooms[s] and device.late:
             self._take(s, Kind.W)
         return device.held_bytes + more_bytes <= self._rooms[s]
 
     def _fill(self, s: int, kind: Kind) -> None:
-        """Takes second halves while a device waits for what its next task reads."""
+        """Runs second halves while a device waits for the input of its next task."""
         device = self._devices[s]
         half_s = self._loads.seconds[Kind.W][s]
         arrives_s = self._arrives_s(s, kind)
@@ -243,7 +243,7 @@ class Rounds:
                 self._take(s, Kind.W)
 
     def _finish(self, s: int) -> None:
-        """Takes all second halves that a device has left."""
+        """Runs all second halves that a device has left."""
         while self._devices[s].late:
             self._take(s, Kind.W)
 

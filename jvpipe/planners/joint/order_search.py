@@ -63,7 +63,7 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (Interleaved(chunks=4, split=True), Interleaved(chunks=4)),
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
-"""The rules of each placement. The first must split backwards, because searched orders do."""
+"""The rules of each placement. The first must split backwards, as searched orders do."""
 Placement = tuple[tuple[Schedule, ...], DeviceFates]
 """The rules of a placement, and the search that chooses fates for its devices."""
 
