@@ -27,7 +27,7 @@ class CutEffort:
         cap_slacks: how far the cap may be above the least cap, as shares of the least cap; the
             first slack that leaves few enough cells is taken.
         transfer_factors: cuts with short round trips are searched once for each of these factors.
-            It multiplies the seconds of transfers, because transfers wait for each other.
+            The factor multiplies the seconds of transfers, because transfers wait for each other.
         spread_cells: windows with more cells than this are thinned out.
         spread_stages: how far a bound may be from where all stages would take equal seconds, when
             round trips must be kept short; the unit is the mean seconds of a stage.

@@ -205,8 +205,8 @@ class Course:
                     continue
                 arrives = now
                 if takes_s := send_s[step]:
-                    # A link carries its transfers in the order of the sender's list, as this loop
-                    # does.
+                    # A link carries its transfers in the order of the sender's list, which this
+                    # loop follows.
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives

@@ -43,7 +43,7 @@ class RefineEffort:
         moved_near: like `near`, for the candidates whose bounds are moved.
         moved: the number of families in step 2. For models of few layers, step 2 also moves the
             bounds of this number of other candidates.
-        rules_moved: like `moved`, for candidates in a rule's order that no climb has changed.
+        rules_moved: like `moved`, for candidates whose order is a rule's own order.
         kept: how many plans the climb of step 3 starts from.
         left: how many plans have their bounds moved in step 4.
         climbed_tasks: how many tasks each climb may time, over all candidates that it starts from.

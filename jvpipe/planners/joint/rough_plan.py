@@ -49,7 +49,7 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """Returns the plan with simulated seconds; only some of many micro-batches are simulated."""
+        """Returns the plan with its seconds; of many micro-batches, only some are simulated."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
         # In the long run, micro-batches end at equal distances in time. Two short runs give this

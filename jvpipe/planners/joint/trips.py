@@ -23,9 +23,9 @@ stage r - 1, extended by stage r. The path of cuts keeps the cap if u_r <= 0 at 
 As u_r never falls when u_(r-1) rises, the path with the least u up to each cut is found
 stage by stage, like a shortest path.
 
-If many micro-batches follow each other, the least possible T is the time between two of them. If a
-step with a flush has few, the sum of t and c over all stages matters too. So paths are made for
-several caps, each with a small sum of t + c + share * u. `share` is the weight of u.
+If many micro-batches follow each other, the least possible T is the time between two of them. A
+step with a flush has few micro-batches, so the sum of t and c over all stages matters too. So paths
+are made for several caps, each with a small sum of t + c + share * u. `share` is the weight of u.
 The caps and shares are in `CutEffort` (`effort.py`), and may be changed.
 """
 
