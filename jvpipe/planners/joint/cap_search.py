@@ -22,9 +22,9 @@ best path found.
 
 Why the search is exact: each form grows with t, and the t of a segment depends on no other segment.
 So each segment can take its best fates, whatever the other segments are. The shortest path of a box
-has the least sum of the box. A better path of the box must therefore have a smaller maximum, and
-once a box was opened, only its parts with caps below the maxima of its shortest path are left. A
-test compares the best paths with the best ones of an enumeration.
+has the least sum of the box. Any better path of the box must therefore have a smaller maximum. So
+after a box is opened, only its parts with caps below the maxima of its shortest path are left. A
+test compares the best paths with an enumeration of all paths.
 
 Why the search is fast: each t is a lower bound at first. The fates of a segment are searched only
 when a shortest path goes through the segment. That happens for few segments. In the table,
@@ -61,11 +61,11 @@ Stages = Sequence[tuple[CutBlock, Matrix]]
 class Solution:
     """The paths (cuts of plans) that a search found, and the table that it searched.
 
-    If there were too many cuts, the table lacks some (`bounded` in `cut_windows.py`). `bound_s` and
-    `cap_s` do not hold for plans with the cuts that it lacks for this reason.
+    If there were too many cuts, `bounded` in `cut_windows.py` left some of them out of the table.
+    `bound_s` and `cap_s` do not hold for plans with these cuts.
 
     Attributes:
-        paths: the paths met, the best first; empty if nothing fits.
+        paths: the paths found, the best first; empty if nothing fits.
         step_s: the seconds of a step with the best path.
         bound_s: no plan takes fewer seconds.
         table: the segments between the cuts that were searched.
@@ -97,7 +97,7 @@ class Objective:
     exact numbers of that path.
 
     Attributes:
-        problem: what is asked.
+        problem: the problem to plan for.
         segments: the possible segments of each stage.
     """
 
@@ -187,7 +187,7 @@ def search(problem: Problem, table: Table) -> Solution:
 
 @dataclass
 class _Boxes:
-    """The state of a search: the boxes left to open, and the paths met.
+    """The state of a search: the boxes left to open, and the paths found.
 
     A box has a low and a high cap for each phase. It stands for the paths whose maxima lie between
     the low and the high caps. The bound of a box is the least sum of any path under the high caps,
@@ -195,12 +195,12 @@ class _Boxes:
     maxima are smaller.
 
     Attributes:
-        problem: what is asked.
+        problem: the problem to plan for.
         table: the segments.
         heap: the boxes as (bound, tick, box), the least bound first.
         ticks: numbers the boxes in the order in which they were added.
-        paths: the paths met, with the seconds of a step.
-        best_s: the seconds of the best path met.
+        paths: the paths found, with the seconds of a step.
+        best_s: the seconds of a step with the best path found.
     """
 
     problem: Problem
@@ -259,7 +259,7 @@ class _Boxes:
         heappush(self.heap, (bound_s, next(self.ticks), box))
 
     def _may_be_better(self) -> bool:
-        """Tells whether a box that may have a better path is left, and effort to open the box."""
+        """Tells whether a box may have a better path and there is effort left to open it."""
         if not self.heap or (self.table.exhausted and self.paths):
             return False
         enough_s = self.best_s * (1 - self.table.effort.tolerance)
@@ -284,7 +284,7 @@ class _Boxes:
         return objective.maxima
 
     def _narrow(self) -> None:
-        """Removes the cuts through which no path can be better than the best path met.
+        """Removes the cuts through which no path can be better than the best path found.
 
         For an asynchronous schedule all cuts stay: `lower_bound.py` searches without transfers, and
         bounds all cells of the table again with transfers.

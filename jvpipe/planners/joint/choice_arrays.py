@@ -48,7 +48,7 @@ Flight = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices of all layers. A layer has only the choices that are `allowed` in its row."""
+    """The choices of all layers. A row of `allowed` marks the choices that its layer has."""
 
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
@@ -72,8 +72,8 @@ class Choices:
         """
         layers = costs.layers
         shape = len(layers), max(len(layer.options) for layer in layers) + 2
-        # Arrays lie in memory column by column, because most queries take the least of each row
-        # for all layers at once.
+        # Arrays are stored column by column, because most queries take the least of each row for
+        # all layers at once.
         allowed = np.zeros(shape, dtype=bool, order="F")
         kept, swapped, working, extra, handed = (np.zeros(shape, order="F") for _ in range(5))
         for row, layer in enumerate(layers):
@@ -120,9 +120,9 @@ class Choices:
         """Counts the seconds that choices add to backwards on a device.
 
         The last layer of a run adds its `own_s`. Any other layer of a run adds the seconds of its
-        forward. Which of the two counts depends on the next layer's choice. So each layer of a run
-        first counts like the run's last one. A `RECOMPUTE_CHAIN` then adds the difference for the
-        layer before.
+        forward. Whether a layer is the last of its run depends on the next layer's choice. So each
+        layer of a run is first counted as the last, and each `RECOMPUTE_CHAIN` then adds the
+        difference for the layer before it.
 
         Args:
             slowness: for each layer, by what factor the device is slower; empty: 1 for all layers.
@@ -135,7 +135,7 @@ class Choices:
 
     @cached_property
     def left_bytes(self) -> PerChoice:
-        """The bytes of one micro-batch that choices leave, to be held while later layers run."""
+        """The bytes of one micro-batch that each choice leaves behind while later layers run."""
         return self.kept_bytes + self.swapped_bytes
 
     @cached_property
@@ -153,12 +153,12 @@ class Choices:
         (`dominance.py`).
 
         Args:
-            flights: what the layer's stage has in flight at each moment that matters.
+            flights: what the stage of the layers has in flight at each moment that matters.
         """
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]
         numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])
-        # The last two columns are always listed: what they need depends on the layers beside them.
+        # The last two columns are always listed, because their needs depend on adjacent layers.
         numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, choices in enumerate(self.every):

@@ -14,8 +14,8 @@ in one of these ways:
 Simulating takes long, so all neighbors first get a lower bound: the seconds of a step in which no
 transfer waits for another (`least_steps_s`). They are simulated in the order of these bounds, until
 no neighbor that is left can be faster. A climb ends because each round but the last finds a plan
-of a lower rank (`Rank`), and there are finitely many plans. It ends earlier if it has simulated as
-many tasks as it may.
+of a lower rank (`Rank`), and there are finitely many plans. It ends earlier if its budget of
+simulated tasks is used up.
 
 If links keep devices waiting, the seconds of neighbors differ a lot, and a climb soon ends at a
 local optimum. So the search also climbs from neighbors of the best plan, even from slower ones
@@ -58,7 +58,7 @@ class Climb:
         problem: gives the order of tasks, the links and the limits.
         ways: the searches that choose fates for given bounds.
         tasks: how many tasks may still be simulated; the climb ends when none are left.
-        places: by how many cuts a bound moves at most under a limit. With 1, bounds move one at a
+        places: the most cuts by which a bound moves under a limit. With 1, bounds move one at a
             time, and stages stay on their devices.
         around: how many neighbors of the best plan are climbed from too.
         ranks: a cache of the ranks of plans.
@@ -145,8 +145,7 @@ class Climb:
         while before is not best and self.tasks > 0:
             before = best
             for neighbors in neighborhoods:
-                # Wider neighborhoods are tried only if narrower ones have no better plan. In all
-                # rounds but the last, narrower ones usually have one.
+                # Wider neighborhoods are tried only if narrower ones have no better plan.
                 if best is before:
                     best = self._best_of(best, neighbors(best))
         return best
@@ -154,8 +153,8 @@ class Climb:
     def _kept_where_free(self, best: Decision) -> Decision:
         """Makes layers keep everything again wherever that does not make the step slower.
 
-        Among equally fast plans a climb prefers the one with fewer bytes, which leaves room for
-        further moves. At the end of a climb that room is not needed any more.
+        Among equally fast plans a climb prefers the one with fewer bytes, to leave room for
+        further moves. At the end of a climb, this room is no longer needed.
         """
         kept = Decision.keeping_all(best.bounds)
         step_s = self.rank(best)[0]
@@ -204,7 +203,7 @@ class Climb:
         return stages
 
     def _best_of(self, best: Decision, neighbors: Iterable[Decision]) -> Decision:
-        """Returns the best of a plan and those of its new neighbors that tasks are left for."""
+        """Returns the best of a plan and its new neighbors, while tasks to simulate are left."""
         some = [one for one in self._some(neighbors) if one not in self.ranks]
         if not some or self.tasks <= 0:
             return best

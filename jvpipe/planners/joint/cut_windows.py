@@ -14,8 +14,8 @@ How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under give
 stage pays for the seconds and the bytes of its layers. A stage that keeps the cap and the
 limit pays at most T plus the price of as many bytes as the limit allows. What a layer pays
 is never negative, so a longer stage never pays less, and the farthest end is found by
-bisection in prefix sums. What a stage pays besides, such as for its transfers, is left out,
-which can only make windows wider.
+bisection in prefix sums. Other costs of a stage, such as its transfers, are left out. This can
+only make windows wider.
 """
 
 import math
@@ -35,7 +35,7 @@ from jvpipe.util.sizes import MOST_BYTES
 PRICE_ROUNDS = 2
 """How many pairs of prices each stage gets. It may be changed: more pairs make windows narrower."""
 BYTES_ALONE = (0.0, 1.0)
-"""Prices at which only bytes count, one second each."""
+"""Prices (alpha, mu) at which only bytes count, at one second per byte."""
 ROUNDING_BYTES = 0.5
 """More than the rounding error of a sum of bytes, and less than a byte."""
 
@@ -46,8 +46,8 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        prices: lists with a pair of prices for each stage, which gives a high lower bound
-            of the stage's seconds. Each round in `of` adds a list. Any prices are valid.
+        prices: lists with a pair of prices for each stage. Any prices are valid; these give
+            high lower bounds of the stages' seconds. Each round in `of` adds a list.
         known: a cache of prefix sums, by stage and prices.
     """
 
@@ -67,7 +67,7 @@ class Reach:
         for _ in range(PRICE_ROUNDS if pricing.limit_bytes < MOST_BYTES else 0):
             cap_s = reach.least_cap_s(CUTS.prices_tolerance)
             if math.isinf(cap_s):
-                break  # no plan keeps the limit, and no bounds can be told apart
+                break  # no plan keeps the limit, so no bounds are better than others
             middles = [int(cuts[len(cuts) // 2]) for cuts in reach.windows(cap_s)]
             prices = (*reach.prices, reach._best_prices(middles))
             # The prices of earlier rounds stay in use, and so do their prefix sums.
@@ -143,8 +143,8 @@ class Reach:
 
     def left(self, cap_s: float) -> list[int]:
         """Finds for s = 0, 1, ... the last cut that the first s stages reach."""
-        # It is best that each stage goes as far as possible: the next stage then begins
-        # later, and pays no more to reach the same end.
+        # Each stage should go as far as possible: the next stage then begins later, and pays
+        # no more to reach the same end.
         cuts = self.pricing.segments.cuts
         reached = [0]
         for s in range(self.pricing.segments.problem.stages):
@@ -261,7 +261,7 @@ def bounded(
     Args:
         windows: the cuts of each bound.
         cells: the most cells that may be left; two cuts per window stay even if that is more.
-        narrow: called with a window and a number; picks at most so many of the window's cuts.
+        narrow: called with a window and a number; picks at most that many of the window's cuts.
     """
     thinned = list(windows)
     count = max(map(len, windows))

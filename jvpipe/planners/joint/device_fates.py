@@ -6,8 +6,8 @@ several stages, and backwards in halves, in any order. Its stages share its memo
 moment of the order, the bytes that all of its stages have in flight are added up. Fates must fit at
 every moment that matters (`Schedule.held` lists these moments).
 
-The searches are those of `stage_fates.py` (fastest) and `min_bytes.py` (emptiest). This file poses
-their questions for a whole device, and remembers the answers.
+The searches are those of `stage_fates.py` (fastest) and `min_bytes.py` (emptiest). This file runs
+them for a whole device, and caches the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,11 @@ Moments = Sequence[Sequence[Holding]]
 class DeviceFates:
     """A chooser of fates with a cache, for problems with the same placement.
 
-    A placement says which stages lie on which devices. The problems may differ in their order of
-    tasks.
+    A placement assigns stages to devices. The problems may differ in their order of tasks.
 
     Attributes:
         pricing: the choices of all layers.
-        known: a cache of fates, by what was asked; None: no fates were found.
+        known: a cache of fates by query; None: no fates were found.
         kept: a cache of the bytes of stages that keep everything.
         prices: for each device, the prices of its first search. Later searches are similar, so the
             same prices bound them well.
@@ -66,8 +65,8 @@ class DeviceFates:
         Args:
             problem: gives the order of tasks and the limits; it must have this object's placement.
             bounds: of the stages.
-            moments: what each device must have room for; None: what the problem's order has in
-                flight.
+            moments: the micro-batches in flight that each device must have room for; None: those
+                of the problem's order.
         """
         asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
         return _decision(
@@ -116,7 +115,7 @@ class DeviceFates:
         lot = self._lot(problem, cells, moments)
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
-            return None  # whatever is chosen, replicas have no room to add up gradients
+            return None  # with any fates, replicas lack the room to add up gradients
         # Orders with more micro-batches in flight leave each of them less room on the host.
         asked_for = lot, room, _most_swapped_bytes(problem)
         if asked_for not in self.known:
@@ -188,7 +187,7 @@ class DeviceFates:
     ) -> Lot:
         """Describes the layers of a device to the searches.
 
-        Values that several layers read are held whatever is chosen, once for each micro-batch in
+        Values that several layers read are held with any fates, once for each micro-batch in
         flight.
         """
         freed = self.pricing.at(cells[0][0]).segments.given

@@ -62,8 +62,8 @@ def orders(problem: Problem) -> list[Problem]:
             for key in (slowness, less_bytes)
             for falling in (False, True)
         ]
-    # Orders with the same kinds of devices in the same places are the same problem. The first of
-    # them is kept.
+    # Orders with the same kinds of devices in the same places are the same problem, so only the
+    # first of them is kept.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
     for order in [list(devices), *count]:
         by_kind.setdefault(tuple(groups[d].kind for d in order), order)
@@ -138,7 +138,7 @@ def least_of(
     ask: Callable[[Asked], T],
     step_s: Callable[[T], float],
 ) -> T:
-    """Asks several problems, and returns the answer with the fastest step.
+    """Solves several problems, and returns the answer with the fastest step.
 
     Args:
         problems: at least one; they differ in their devices, or in the order of their devices.

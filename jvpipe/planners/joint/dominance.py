@@ -5,8 +5,8 @@ the earlier choices matter to the later layers. These numbers are called a state
 state B if A is at most as large as B in every number. Any later choices that complete B also
 complete A, with at most as many seconds and bytes. So dropping B loses nothing.
 
-The least that the layers to come hold and need is summed beforehand (`look_ahead.py`). These sums
-show early that a state must end over the limit.
+Lower bounds on what the remaining layers hold and need are summed beforehand (`look_ahead.py`).
+These sums show early that a state must end over the limit.
 
 Legend: a device has the layers of one stage or of several, one stage after the other. At each
 moment of the device's order of tasks, each stage has some micro-batches in flight (`Lot`). A layer
@@ -36,8 +36,8 @@ run. A state is a column of numbers, one for each of these rows:
     HALVES        like BEYOND, but while the first half of a backward goes through the stage: later
                   layers then hold what they hand over to second halves. This need is counted
                   beyond what the stage holds before the first half
-    ENDS          the same need, counted beyond what the stage holds after the first half
     HALVES_OPEN   like HALVES, if the next layer continues the run
+    ENDS          like HALVES, but counted beyond what the stage holds after the first half
     ENDS_OPEN     like ENDS, if the next layer continues the run
     LEFT          by how much the bytes that the stage's layers leave exceed those that they hand
                   over
@@ -85,7 +85,7 @@ class Growth:
         given: for each layer, bytes that are held from that layer on for values that several layers
             read.
         fixed_rows: how many rows of a state come before the rows of the moments.
-        ahead: lower bounds of what the layers to come hold and need.
+        ahead: lower bounds of what the remaining layers hold and need.
     """
 
     def __init__(
@@ -274,13 +274,13 @@ class Growth:
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """Bounds from below the peak bytes of each state, whatever the later layers choose.
 
-        The bound is exact if no layer is to come.
+        The bound is exact if no layer remains.
 
         Args:
             states: of the first layers.
             done: the number of these layers.
         """
-        # The peak is at a layer of the present stage so far, at a layer to come, or at a layer of
+        # The peak is at a layer of the present stage so far, at a remaining layer, or at a layer of
         # an earlier stage.
         ahead = self.ahead
         so_far = beyond_held(states) + ahead.spare_bytes[:, done, None]

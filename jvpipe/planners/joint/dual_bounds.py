@@ -6,7 +6,7 @@ segment is a range of layers, as a possible stage. Legend, in seconds per micro-
     compute   forwards and backwards of the segment's layers
     extra     what the layers' choices of fates add to compute
     swaps     what the choices copy over the link to the host, out and in
-    traffic   all else on that link
+    traffic   all other transfers on that link
     alpha     the weight of compute, from 0 to 1; the link has the weight 1 - alpha
     mu        the price of a byte in seconds, at least 0
 
@@ -73,8 +73,8 @@ class Relaxation(NamedTuple):
     Attributes:
         offers: what the choices of the segment's layers take. The last layer's bytes
             include its working bytes.
-        room_bytes: what the held bytes may add up to.
-        compute_s: seconds of compute without extra ones.
+        room_bytes: the most that the held bytes may add up to.
+        compute_s: seconds of compute without the choices' extra seconds.
         traffic_s: seconds of the link without swaps.
     """
 
@@ -162,7 +162,7 @@ class Pricing:
         Args:
             cell: s, i and j.
             room_bytes: what the limit leaves for the bytes that layers hold and work with.
-            compute_s: seconds of the layers without extra ones.
+            compute_s: seconds of the layers without the choices' extra seconds.
             traffic_s: seconds of the link without swaps.
         """
         s, i, j = cell
@@ -237,7 +237,7 @@ class _Point(NamedTuple):
 
     Attributes:
         mu: the price of a byte.
-        dual: the bound in seconds.
+        dual: the lower bound in seconds.
         over: the dual's slope in mu: by how much the held bytes of the cheapest choices
             exceed the room.
         compute_over_link: the dual's slope in alpha: by how much compute, with these
@@ -253,9 +253,9 @@ class _Point(NamedTuple):
 class DualBounds:
     """A search for the best prices of several relaxations, side by side.
 
-    The layers of all relaxations (`asked`) stand in one table, one relaxation after the
-    other. The numbers of steps, and the range of prices around `scale`, may be changed:
-    they trade time for better bounds.
+    The layers of all relaxations (`asked`) are in one table, one relaxation after the other.
+    The numbers of steps, and the range of prices around `scale`, may be changed: they trade
+    time for better bounds.
     """
 
     ALPHA_STEPS = 10

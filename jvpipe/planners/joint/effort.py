@@ -1,9 +1,9 @@
 """The effort of the searches: numbers that trade planning time for better plans.
 
-All of these numbers may be changed. None decides what is a valid plan, or how its seconds and bytes
-are counted: with other numbers the same problems are answered, sooner with worse plans or later
-with better ones. `python -m experiments.planners.effort` plans recorded problems with ten times
-each number, and with a tenth of it.
+All of these numbers may be changed. They do not affect which plans are valid, or how the seconds
+and bytes of a plan are counted. Other numbers give worse plans sooner, or better plans later.
+`python -m experiments.planners.effort` plans recorded problems with ten times each number, and with
+a tenth of it.
 
 A "cell" is a pair of cuts between which a stage may lie; the number of cells is the work of a
 search for cuts. "Tasks" are tasks that the simulator runs. A number without a unit is a count.
@@ -24,10 +24,10 @@ class CutEffort:
         window_cells: if all cuts have more cells than `all_cells`, windows are narrowed
             until they have at most this many.
         trip_cells: the most cells that are considered when round trips must be kept short.
-        cap_slacks: by how much the slowest stage may be above the least that is possible, as shares
-            of the least; the first slack that leaves few enough cells is taken.
-        transfer_factors: cuts with short round trips are searched once for each of these factors,
-            with transfers that take so many times as long, because transfers wait for each other.
+        cap_slacks: how far the cap may be above the least cap, as shares of the least cap; the
+            first slack that leaves few enough cells is taken.
+        transfer_factors: cuts with short round trips are searched once for each of these factors.
+            The factor multiplies the seconds of transfers, because transfers wait for each other.
         spread_cells: windows with more cells than this are thinned out.
         spread_stages: how far a bound may be from where all stages would take equal seconds, when
             round trips must be kept short; the unit is the mean seconds of a stage.
@@ -128,8 +128,8 @@ class OrderEffort:
             real one.
         patiences: of list scheduling (`order_list.py`).
         simulated: how many refined orders are simulated.
-        crowded: how many further candidates are simulated if transfers share links. Such
-            transfers wait for each other, which the times of `order_course.py` leave out.
+        crowded: how many further candidates are simulated if transfers share links. The times of
+            `order_course.py` do not count that such transfers wait for each other.
         polished: from how many simulated plans a climb starts in which each order is simulated
             (`order_polish.py`).
         polished_tasks: how many tasks each of these climbs may simulate.
@@ -192,10 +192,10 @@ class PlanEffort:
             of the work.
         imbalance: for models of more than `hasty_layers` layers, swaps are tried if the
             slowest stage takes more than this many times its even share of the work.
-        host_crowding: by how many times the link to the host is slowed down for the surrogate. A
-            link that is never idle keeps others waiting: transfers that the surrogate counts as
-            hidden cost up to half of a simulated step.
-        places: by how many cuts a bound moves at most under a limit.
+        host_crowding: the factor by which the surrogate slows down the link to the host. Devices
+            wait for a link that is never idle: transfers that the surrogate counts as hidden cost
+            up to half of a simulated step.
+        places: the most cuts by which a bound moves under a limit.
         shifted: how many plans whose stages move to the next device are tried in a round.
         starts: how many plans are climbed from.
         near_start: a start that takes at most this many times the fastest start's seconds is
@@ -246,11 +246,11 @@ class ShapeEffort:
         climbs: the most steps of a climb.
         neighbors: how many neighbors of a plan are simulated in each step of a climb.
         starts: how many shapes are climbed from, besides the best of each kind.
-        worth_a_climb: how many times slower than the fastest start a plan may be to be climbed
-            from.
+        worth_a_climb: plans that take at most this many times the fastest start's seconds are
+            climbed from.
         planned: the most shapes that are planned exactly.
-        worth_a_plan: how many times slower than the best shape a shape may be to be planned
-            exactly; if the best shape recomputes layers, this number does not count.
+        worth_a_plan: shapes that take at most this many times the best shape's seconds are planned
+            exactly; if the best shape recomputes layers, this number is ignored.
         microbatches: how many micro-batches per stage of a rough plan are simulated; each further
             one is assumed to add the same seconds.
         few_tasks: plans with at most this many forwards are simulated rather than estimated.

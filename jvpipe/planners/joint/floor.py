@@ -1,11 +1,11 @@
 """Finds the floor: the plan whose fullest device holds the least. Limits below it are refused.
 
-One plan is emptier than another if its fullest device holds less. If both hold the same there, the
-second fullest devices decide, and so on.
+One plan is emptier than another if its fullest device holds less. If their fullest devices hold the
+same, the second fullest devices decide, and so on.
 
 Measured seconds are noisy, and whether a limit can be kept must not depend on noise. So only bytes
 count here. The caller gives a function that counts exactly what a plan holds, from its lowered
-lists. The search is a local one:
+lists of tasks. The search is a local one:
 
 1. It begins with the plan that holds the least by the planners' own count (`stage_cost.py`). This
    count is nearly exact and needs no lowering. For models of few layers, the search also tries the
@@ -54,7 +54,7 @@ class Floor:
 
     @property
     def fullness(self) -> list[int]:
-        """The bytes of all devices, the fullest first; an emptier plan has a lesser list."""
+        """The bytes of all devices, the fullest first; lists of emptier plans compare as less."""
         return sorted(self.held_bytes, reverse=True)
 
 
@@ -65,13 +65,13 @@ def floor(
     *,
     keeps: bool = False,
 ) -> Floor:
-    """Finds the emptiest plan, or the first plan that holds little enough.
+    """Finds the emptiest plan, or the first plan found that holds at most `enough_bytes`.
 
     Args:
         problem: its seconds and its memory limit are ignored. If the host has a limit, nothing is
             swapped.
         held_bytes: counts the most bytes that the device of each stage holds under a decision.
-        enough_bytes: the search ends at a plan whose fullest device holds at most this.
+        enough_bytes: the search ends at a plan whose fullest device holds at most this many bytes.
         keeps: whether only plans that keep everything are tried.
     """
     problem = _untimed(problem)
@@ -111,7 +111,7 @@ class _FloorSearch:
 
     @property
     def ended(self) -> bool:
-        """Whether the emptiest plan holds little enough, or no more plans may be counted."""
+        """Whether the emptiest plan holds at most `enough_bytes`, or no plans are left to count."""
         return self.lowest.bytes <= self.enough_bytes or self.left <= 0
 
     def look(
@@ -204,8 +204,8 @@ def _of_every_cut(
     """Yields the emptiest plan for each choice of cuts, as long as it may be the emptiest of all.
 
     Plans come in the order of the planners' count, which is right even if the count is wrong by
-    the same bytes for all plans. The generator ends at a plan whose count is well above that of the
-    first plan and above the emptiest plan's exact bytes (`LIMIT.held_times`).
+    the same bytes for all plans. The generator ends at a plan whose count is well above both the
+    first plan's count and the emptiest plan's exact bytes (`LIMIT.held_times`).
 
     Args:
         problem: without seconds and limit.

@@ -1,10 +1,10 @@
-"""Bounds what a device's layers to come hold and need, whatever is chosen for them.
+"""Bounds from below what a device's remaining layers hold and need, whatever their choices.
 
 States of choices grow layer by layer (`dominance.py`). With these bounds a state that must end over
 the limit is found early, before its last layers have choices.
 
-A sum to come begins at a layer and runs to the last layer of the device. For a device with two
-stages, whose ends are drawn as bars:
+A sum to come (a suffix sum) goes from a layer to the last layer of the device. For a device with
+two stages, whose ends are drawn as bars:
 
     layer             0  1  2 |  3  4 |
     number            5  1  2    3  4
@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from jvpipe.planners.joint.choice_arrays import Choices, Columns
 
 Ends = Int[np.ndarray, "_"]
-"""For each layer of a device, the number of layers up to the end of its stage; last, their sum."""
+"""For each layer of a device, the number of layers up to its stage's end; then that of all."""
 ByMoment = Float[np.ndarray, "moments _"]
 
 

@@ -34,7 +34,7 @@ def lower_bound(problem: Problem) -> float:
     are bounded by `_of_any_order`.
 
     Args:
-        problem: what is asked.
+        problem: the problem to plan for.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -102,7 +102,7 @@ def _of_any_order(problem: Problem) -> float:
     """Bounds any order of tasks, as if devices shared all work evenly once each can begin.
 
     A backward counts whole or in halves, whichever takes less. If devices are alike, the d-th to
-    begin (d = 0, 1, ...) waits for the forwards of d layers at least: d devices begin before it.
+    begin (d = 0, 1, ...) waits for at least d layers' forwards: d devices begin before it.
     """
     layers = problem.costs.layers
     layers_s = []
@@ -149,7 +149,7 @@ def _of_1f1b(
     stages: Stages,
     segments: Segments,
 ) -> float:
-    """Bounds 1F1B by its slowest stage: M t, plus its updates or, if longer, the layers before."""
+    """Bounds 1F1B by its slowest stage: M t, plus the longer of its updates and earlier layers."""
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut

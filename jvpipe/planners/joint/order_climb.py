@@ -1,4 +1,4 @@
-"""Improves an order of tasks by tabu search, as job shops are solved (Nowicki and Smutnicki).
+"""Improves an order of tasks by tabu search, as for job shops (Nowicki and Smutnicki).
 
 An order is a list of tasks for each device. Its longest path is a chain of tasks and transfers that
 takes as long as the whole training step. The training step becomes shorter only if its longest path
@@ -11,7 +11,7 @@ block. Letters are tasks in the list of a device:
     behind         a b d e c      c moves to the end; d and e no longer wait for c
     split, behind  a b I d e W    c is a backward: its second half W moves to the end
 
-Two halves that are near each other may also be joined to a whole backward again. No task passes
+Two halves that are near each other may also be joined into a whole backward. No task passes
 another task of its own stage and kind, so that the results stay bitwise identical. What the device
 holds must fit after each of its tasks.
 
@@ -20,8 +20,8 @@ moves. The best move is made, even if the order becomes longer. A task that has 
 some turns, so that the search does not undo the move at once. The search ends after a number of
 turns, after a number of turns without a gain, or when no order can be faster (`Loads.bound_s`).
 
-The limits in `ORDER` (`effort.py`) may be changed: they trade time for faster orders. In this file
-a step is a task as a number (`order_course.py`), not a training step.
+The limits in `ORDER` (`effort.py`) may be changed: they trade time for faster orders. In this file,
+a step is a task encoded as a number (`order_course.py`), not a training step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class Move(NamedTuple):
         device: the device whose list changes.
         first: the first index of the list that changes.
         end: the index after the last one that changes.
-        steps: what stands in place of the entries from `first` to `end`.
+        steps: what replaces the entries from `first` up to, but not including, `end`.
         moved: the step that moves.
         flips: the cell (see `order_course.py`) of the backward that is split or joined; -1 if none.
     """
@@ -179,8 +179,7 @@ def all_moves(course: Course) -> Iterator[Move]:
 def _neighbors(course: Course, draw: Random) -> Iterator[Move]:
     """Yields the moves that fit and that lead to the order's neighbors.
 
-    One of the longest paths is drawn. Its blocks are taken in random order, and each yields its
-    moves.
+    One of the longest paths is drawn at random. Its blocks yield their moves in random order.
     """
     blocks = course.path(draw)
     draw.shuffle(blocks)

@@ -13,8 +13,8 @@ number. The course of an order is its lists with the times of all steps. Legend:
 
 A step starts when the step before it on its device has ended and its input has arrived. One pass
 over the lists, device by device as far as each can go, finds all times (`run`). The same pass
-backwards finds all tails (`follow`). A walk back from the step that ends last finds a longest path
-and its blocks (`path`). Columns of this drawing are equal times; dots are pauses:
+backwards finds all tails (`follow`). A walk back from the end of the order finds a longest path and
+its blocks (`path`). Columns of this drawing are equal times; dots are pauses:
 
     device 0   F0 F1 F2 B0 .. B1 .. B2      the longest path is F0 here, the block below, and B2
     device 1   .. F0 B0 F1 B1 F2 B2
@@ -41,7 +41,7 @@ from jvpipe.util.sizes import ROUNDING
 
 _T = TypeVar("_T")
 NOT_YET = -1.0
-"""Stands for the arrival of an input that was not sent yet; any negative number serves."""
+"""The arrival time of an input that was not sent yet; any negative number works."""
 
 
 class CourseBlock(NamedTuple):
@@ -77,7 +77,7 @@ class Course:
         there: for each step, the earliest start that its input allows (from `run`).
         starts: for each step, when it starts (from `run`).
         ends: for each step, when it ends (from `run`).
-        ran: all steps in the order in which they were looked at (from `run`).
+        ran: all steps in the order in which `run` found their times.
         step_s: the seconds of the whole order (from `run`).
         tails: for each step, its tail (from `follow`).
         answers: for each step, its tail if nothing followed on its own device (from `follow`).
@@ -162,8 +162,8 @@ class Course:
         """Finds the times of all steps; `step_s` is infinite if steps wait in a circle.
 
         A device runs its steps until it reaches one whose input was not sent yet. The step that
-        later sends the input lets the device go on. So each step is looked at once, and once more
-        if its device has stopped at it.
+        later sends the input lets the device go on. So each step is visited once, and once more if
+        its device has stopped at it.
         """
         cells = self.cells
         lists = self.lists
@@ -205,8 +205,8 @@ class Course:
                     continue
                 arrives = now
                 if takes_s := send_s[step]:
-                    # A link carries its transfers in the order of the sender's list, in which they
-                    # are met here.
+                    # A link carries its transfers in the order of the sender's list, which this
+                    # loop follows.
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives
@@ -240,7 +240,7 @@ class Course:
 
         After a step's end, the order needs time for what follows on the step's own device, and for
         what follows from its result: the transfer, and all that waits for it. A tail is the larger
-        of the two. An answer is the second alone.
+        of the two. An answer is the time for the result alone.
         """
         tails = [0.0] * (3 * self.cells)
         answers = [0.0] * (3 * self.cells)

@@ -48,7 +48,7 @@ def order_floors(
 
     Args:
         problem: its schedule and its memory limit are ignored.
-        placements: schedules that say on which device each stage lies.
+        placements: schedules, of which only the devices of the stages are used.
     """
     for placed in placements:
         schedule = one_by_one(placed)

@@ -7,8 +7,8 @@ ready once its input has arrived. A free device takes the first of these that it
 2. A forward that is ready, if enough room is left afterwards: the oldest micro-batch with forwards
    still to run on this device must be able to run them all. Otherwise later micro-batches could
    fill the device, and the oldest one could never free its bytes.
-3. The W of an earlier backward, if that W ends before the next task is ready, or if the device
-   does not know yet when another task will be ready.
+3. The W of an earlier backward, if that W ends before the next task is ready, or if it is not yet
+   known when another task will be ready.
 
 A backward of the first stage runs whole, and so does a backward that cannot be split. Any other
 backward runs whole only if what its I hands to its W would not fit, and no earlier W is left that
@@ -215,7 +215,7 @@ class Listing:
         s: int,
         m: int,
     ) -> None:
-        """Runs a task, counts what its device holds then, and notes when its result arrives."""
+        """Runs a task, counts what its device then holds, and records when its result arrives."""
         loads = self.loads
         device = self.devices[d]
         device.tasks.append(Task(s, kind, m))

@@ -1,4 +1,4 @@
-"""Counts the loads of a plan: what a search for an order of tasks knows of the plan's stages.
+"""Counts the loads of a plan: the data on its stages that a search for an order of tasks needs.
 
 Loads are the seconds of each stage's tasks and transfers, and the bytes that micro-batches hold on
 the stage. Given an order, they tell whether the order fits the devices. They also bound the seconds
@@ -8,7 +8,7 @@ Counts are kept simple, because thousands of orders are judged. Tests compare by
 `device_bytes` of `stage_cost.py` (tests/planners/joint/test_order_loads.py), and the bound with the
 times of orders (test_order_course.py in the same folder).
 
-An order has a list of tasks for each device, as a schedule makes them.
+An order, like a schedule, gives each device a list of tasks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ class Loads:
         """Counts the loads of a plan.
 
         Args:
-            problem: whose schedule gives the micro-batches in flight.
+            problem: its schedule gives the micro-batches in flight.
             decision: the plan.
         """
         choices = decision.choices

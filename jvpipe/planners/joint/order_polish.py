@@ -2,8 +2,8 @@
 
 The climb of `order_climb.py` judges orders by the times of `order_course.py`. These leave out swaps
 and the waits of transfers that share a link. If a plan has either, the order that these times
-prefer is not the fastest. So the plan's order changes once more, by the same moves, and each order
-is simulated:
+prefer may not be the fastest. So this file changes the plan's order once more by the same moves,
+and simulates each order:
 
     1. List    all moves of the order, the most promising first by the times without waits.
     2. Try     one after the other, until the simulated step becomes shorter.
@@ -32,12 +32,11 @@ from jvpipe.util.sizes import ROUNDING
 def polished(simulated: Sequence[tuple[RuledPlan, OrderedPlan]]) -> Iterator[OrderedPlan]:
     """Yields the fastest plans again, each in the fastest order that is found for it.
 
-    It leaves out plans whose seconds `order_course.py` tells exactly, because the climb has
+    It leaves out plans whose seconds `order_course.py` counts exactly, because the climb has
     improved their orders already.
 
     Args:
-        simulated: candidates, which have the order that the search begins with, and what the
-            simulator makes of them.
+        simulated: candidates, whose orders the search begins with, and their simulated plans.
     """
     inexact = list[tuple[RuledPlan, OrderedPlan]]()
     for one, plan in simulated:
@@ -81,7 +80,7 @@ class _Polish:
         return False
 
     def _is_faster(self, order: TaskLists) -> bool:
-        """Simulates the order of the course; keeps it if the step is shorter and memory suffices."""
+        """Simulates the course's order; keeps it if the step is shorter and memory suffices."""
         if order in self.seen:
             return False
         self.seen.add(order)

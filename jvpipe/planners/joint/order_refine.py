@@ -12,7 +12,7 @@ search keeps the order, moves bounds and chooses new fates for what that order h
     3. Climb    from the best of what 1 and 2 found. These are few, so each may make more moves.
     4. Move     the bounds of the best again, and climb from what this finds.
 
-Many candidates enter the first climb because one that starts slower may end faster, above all if
+Many candidates enter the first climb because a slower candidate may end up faster, especially if
 memory is scarce. `RefineEffort` and `effort.py` set how much is tried, and may be changed.
 """
 
@@ -43,7 +43,7 @@ class RefineEffort:
         moved_near: like `near`, for the candidates whose bounds are moved.
         moved: the number of families in step 2. For models of few layers, step 2 also moves the
             bounds of this number of other candidates.
-        rules_moved: like `moved`, for candidates whose order is a rule's, changed by no climb.
+        rules_moved: like `moved`, for candidates whose order is a rule's own order.
         kept: how many plans the climb of step 3 starts from.
         left: how many plans have their bounds moved in step 4.
         climbed_tasks: how many tasks each climb may time, over all candidates that it starts from.
@@ -69,7 +69,7 @@ EFFORT = RefineEffort()
 def refined(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
     """Returns the best plans and orders found from candidates that fit, the fastest first.
 
-    What it returns fits too.
+    The results fit too.
     """
     # Candidates with the same plan and the same seconds are climbed from once.
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
@@ -136,7 +136,7 @@ def _best_of(candidates: Iterable[RuledPlan]) -> list[RuledPlan]:
 
 
 def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Climbs from each candidate; the fewer there are, the more moves each of them gets."""
+    """Climbs from each candidate; each gets more moves if there are fewer candidates."""
     tasks = sum(len(steps) for one in candidates for steps in one.order)
     moves = min(EFFORT.moves, EFFORT.climbed_tasks // max(1, tasks))
     return [_fitting_climb(one, moves) for one in candidates]

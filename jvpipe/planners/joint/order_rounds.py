@@ -72,7 +72,7 @@ class _DeviceRounds:
         return len(self.ends_s[kind])
 
     def ended_s(self, kind: Kind, m: int) -> float:
-        """Returns when a task ended, which must have run."""
+        """Returns when a task ended; it must have run."""
         return self.ends_s[kind][m]
 
 
@@ -106,7 +106,7 @@ class Rounds:
             self.order = tuple(tuple(device.tasks) for device in self._devices)
 
     def _begin(self) -> None:
-        """Takes on each device the forwards before its first backward, and then that backward."""
+        """Runs on each device the forwards before its first backward, and then that backward."""
         for s in range(self._count):
             self._take(s, Kind.F)
         for s, more in enumerate(self._before_backward()):
@@ -118,8 +118,8 @@ class Rounds:
     def _before_backward(self) -> list[int]:
         """Counts for each device the forwards after its first one and before its first backward.
 
-        Unless the device before, which makes its inputs, runs all forwards first, a device takes
-        fewer than that one. It takes none if the device before takes none.
+        If the device before, which makes the inputs, does not run all forwards first, a device
+        takes fewer forwards than the device before, or none if that one takes none.
         """
         loads = self._loads
         more = [0] * self._count
@@ -150,7 +150,7 @@ class Rounds:
         return more
 
     def _round(self) -> bool:
-        """Takes a forward on some devices and a backward on all; False if a forward has no room."""
+        """Runs a forward on some devices and a backward on all; False if a forward has no room."""
         loads = self._loads
         for s in range(self._first_forwarding(), self._count):
             if self._devices[s].done(Kind.F) == loads.microbatches:
@@ -171,7 +171,7 @@ class Rounds:
         return True
 
     def _first_forwarding(self) -> int:
-        """Finds the first device that takes a forward in a round; all devices after it do too.
+        """Finds the first device that runs a forward in a round; all devices after it do too.
 
         With `hurries`, a device that is at least two forwards ahead of the next one may skip its
         forward, to be in time for its backward. The devices before it then skip theirs too.
@@ -188,10 +188,10 @@ class Rounds:
         return first
 
     def _should_wait(self, s: int) -> bool:
-        """Tells whether a device does better to wait for its backward than to take a forward now.
+        """Tells whether a device should wait for its backward rather than take a forward now.
 
-        It does if its backward could begin by now, or if the forward would delay the backward and
-        the wait is within the device's slack.
+        It should if its backward could begin by now, or if the forward would delay the backward
+        and the wait is within the device's slack.
         """
         loads = self._loads
         seconds = loads.seconds
@@ -221,14 +221,14 @@ class Rounds:
         return Kind.I if self._loads.splits[s] else Kind.B
 
     def _make_room(self, s: int, more_bytes: float) -> bool:
-        """Takes second halves until there is room for more bytes; tells whether there is room."""
+        """Runs second halves until there is room for more bytes; tells whether there is room."""
         device = self._devices[s]
         while device.held_bytes + more_bytes > self._rooms[s] and device.late:
             self._take(s, Kind.W)
         return device.held_bytes + more_bytes <= self._rooms[s]
 
     def _fill(self, s: int, kind: Kind) -> None:
-        """Takes second halves while a device waits for what its next task reads."""
+        """Runs second halves while a device waits for the input of its next task."""
         device = self._devices[s]
         half_s = self._loads.seconds[Kind.W][s]
         arrives_s = self._arrives_s(s, kind)
@@ -243,7 +243,7 @@ class Rounds:
                 self._take(s, Kind.W)
 
     def _finish(self, s: int) -> None:
-        """Takes all second halves that a device has left."""
+        """Runs all second halves that a device has left."""
         while self._devices[s].late:
             self._take(s, Kind.W)
 

@@ -1,7 +1,7 @@
 """Searches the plan for `schedule="auto"`: cuts, chunks, fates and an order of tasks together.
 
-A placement says how stages lie on devices: how many chunks (stages per device), in a loop (0, 1, 0,
-1) or in a vee (0, 1, 1, 0). A rule is a schedule that gives an order of tasks for a placement. I
+A placement assigns stages to devices: how many chunks (stages per device), in a loop (0, 1, 0, 1)
+or in a vee (0, 1, 1, 0). A rule is a schedule that gives an order of tasks for a placement. I
 and W are the first and the second half of a split backward. The search has these steps:
 
     placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee (`PLACEMENTS`)
@@ -63,7 +63,7 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (Interleaved(chunks=4, split=True), Interleaved(chunks=4)),
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
-"""The rules of each placement. The first must split backwards, because searched orders do."""
+"""The rules of each placement. The first must split backwards, as searched orders do."""
 Placement = tuple[tuple[Schedule, ...], DeviceFates]
 """The rules of a placement, and the search that chooses fates for its devices."""
 
@@ -212,7 +212,7 @@ def _of_cuts(
         fates: chooses fates for the placement.
         below_s: nothing is yielded unless keeping everything may take less than these seconds.
             Searched orders are yielded only for fates that may take less.
-        few: whether there are so few cuts that more ways to make room can be tried.
+        few: whether cuts are few enough to try more ways to make room.
     """
     first = placed[0]
     keeping = Loads.of(first, Decision.keeping_all(bounds))
@@ -241,7 +241,7 @@ def _of_cuts(
 
 
 def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
-    """Yields numbers of micro-batches in flight for which fates are to leave room.
+    """Yields numbers of micro-batches in flight for which fates must leave room.
 
     Each comes with room for one backward between its halves. With `few`, each also comes without
     that room, so that backwards stay whole. There are then also numbers that fall by one from each
@@ -382,8 +382,8 @@ def _planned(
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
     """Yields the plan of 1F1B and, unless it keeps everything, plans with fewer in flight.
 
-    These have at most 1, 2, 4, ... micro-batches in flight. With fewer in flight, devices are idle
-    for longer, but recompute less.
+    The latter have at most 1, 2, 4, ... micro-batches in flight. With fewer in flight, devices are
+    idle for longer, but recompute less.
     """
     usual = list(_planned(problem, ONE_F_ONE_B))
     devices = problem.devices

@@ -1,4 +1,4 @@
-"""A plan with its own order of tasks, timed by the simulator: the answer of `order_search.py`."""
+"""A plan with its own order of tasks, timed by the simulator: the result of `order_search.py`."""
 
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,7 @@ class OrderedPlan:
         family: the name of the rule or search that the order comes from.
         step_s: the simulated seconds of a step.
         bound_s: no order of the decision's tasks takes fewer seconds.
-        worth_s: `step_s` less the idle time that is lent.
+        worth_s: `step_s` minus the idle time that other devices can use.
         whole: the layers whose backwards could be split but stay whole.
         others: the seconds of the best candidate of each family.
         lent: the fraction of a device's idle time that other devices can use.

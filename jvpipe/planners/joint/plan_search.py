@@ -38,8 +38,8 @@ def jvpipe(
     """Searches for the plan with the fewest simulated seconds per step.
 
     Args:
-        problem: what is asked; its schedule stays as it is.
-        refine: whether plans are simulated; if not, the surrogate's best plan is the answer.
+        problem: the problem to plan for; its schedule does not change.
+        refine: whether plans are simulated; if not, the surrogate's best plan is returned.
         begin: further plans to begin from, which must keep the limits.
 
     Raises:
@@ -83,8 +83,8 @@ def _kept_best(
 ) -> Decision | None:
     """Finds the best plan without a limit, which keeps everything.
 
-    If this plan keeps the limit it is the answer, because no other fates are faster. If not, its
-    cuts are good cuts to begin from.
+    If this plan keeps the limit, it is the result, because no other fates are faster. If not, the
+    search begins with its cuts, among others.
 
     Returns:
         The plan; None if there is no limit, or if the plan is probably far over the limit.
@@ -92,8 +92,8 @@ def _kept_best(
     if problem.memory_limit_bytes is None:
         return None
     are_many = len(problem.costs.layers) > PLAN.hasty_layers
-    # For many layers the surrogate, too, takes long. It is asked only if the plan with even cuts
-    # fits when everything is kept.
+    # For many layers, the surrogate also takes long. It is used only if the plan that has even cuts
+    # and keeps everything fits.
     if are_many and not _fits(problem, even(problem)):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
@@ -115,14 +115,14 @@ def _surrogate_best(problem: Problem) -> Decision:
 
 
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
-    """Tells whether plans with swaps are worth a search of their own.
+    """Tells whether plans with swaps are worth a separate search.
 
     There must be a limit and a choice that swaps. For models of many layers there is a further
     condition: no plan without swaps fits, or the slowest stage of the best one takes clearly more
     than its even share of the work.
 
     Args:
-        problem: what is asked.
+        problem: the problem to plan for.
         plain: the surrogate's best plans without swaps.
     """
     if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
@@ -144,7 +144,7 @@ def _simulated_best(
     if the link to the host were slower (`crowded`).
 
     Args:
-        problem: what is asked.
+        problem: the problem to plan for.
         others: further plans to begin from.
         kept: the best plan without a limit, if it was searched.
     """
@@ -180,7 +180,7 @@ def _simulated_best(
 def crowded(problem: Problem) -> Problem:
     """Returns the problem with a slower link to the host, for choosing fates that may swap.
 
-    `PlanEffort.host_crowding` in `effort.py` says why.
+    `PlanEffort.host_crowding` in `effort.py` explains why.
     """
     host = Link(problem.host.bytes_per_s / PLAN.host_crowding, problem.host.latency_s)
     return replace(problem, host=host)
@@ -190,7 +190,7 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
     """Yields even cuts, cuts of equal work, and, under a limit, the best cuts without a limit.
 
     Args:
-        problem: what is asked.
+        problem: the problem to plan for.
         kept: the best plan without a limit, if it was searched.
     """
     cuts = Segments(problem).cuts

@@ -49,11 +49,11 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """Returns the plan with simulated seconds; of many micro-batches, it simulates some."""
+        """Returns the plan with its seconds; of many micro-batches, only some are simulated."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
-        # In the long run, micro-batches are equally far apart in time. The difference between two
-        # short runs tells how far, and from this follow the seconds of the other micro-batches.
+        # In the long run, micro-batches end at equal distances in time. Two short runs give this
+        # distance, from which the seconds of the other micro-batches follow.
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
         half = count // 2

@@ -65,7 +65,7 @@ class RuledPlan:
         """Makes the plan in the rule's own order, which is not timed and may not fit.
 
         Args:
-            problem: whose schedule is the rule.
+            problem: its schedule is the rule.
             decision: cuts and fates.
             fates: chooses fates for other cuts.
         """
@@ -90,11 +90,11 @@ class RuledPlan:
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     """Searches for the decision with the fastest simulated step under the problem's schedule.
 
-    If the schedule has one chunk per device and whole backwards, the planner `jvpipe` answers in
-    place of this search.
+    If the schedule has one chunk per device and whole backwards, the planner `jvpipe` runs in place
+    of this search.
 
     Args:
-        problem: what is asked; its schedule is the rule.
+        problem: the problem to plan for; its schedule is the rule.
         begin: further plans for `jvpipe` to begin from, which keep the limits. This search ignores
             them.
 
@@ -121,7 +121,7 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     )
     begins = [decision for bounds in first for decision in climb.refitted(bounds)]
     best = climb.top([*begins, *others])
-    # If no plan near fast cuts fits, bounds move to where devices hold less, however slow that is.
+    # If no plan near fast cuts fits, bounds move to cuts that hold less, even if they are slow.
     if best is None:
         begins = list[Decision]()
         for bounds in first:

@@ -10,8 +10,8 @@ counted quickly, and the search refines only the stages of the plans that look b
                everything; infinite if no fates fit
 
 Bounds only rise. So if a plan is the best by these numbers and its stages are all settled,
-no plan is better. There is one exception: a search for fates may miss the best ones, and
-says so (`Table.unproven`).
+no plan is better. There is one exception: a search for fates may miss the best ones. Its cell
+is then recorded in `Table.unproven`.
 
 Legend: a cell (s, i, j) is the segment of layers [i, j) as stage s. A path is the bounds of
 all stages, from 0 to the number of layers.
@@ -99,7 +99,7 @@ class StageTable:
         rows: np.ndarray,
         columns: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the seconds of cells in the form that `least_steps_s` (`forecast.py`) takes.
+        """Returns the seconds of cells as arguments of `least_steps_s` (`stage_simulation.py`).
 
         All seconds beyond those of keeping everything count as recomputation that may run
         while a backward waits for its cotangents. Any other work delays a step at least as
@@ -175,7 +175,7 @@ def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
 
 
 class Table:
-    """The cells of all stages, refined along the paths that a search hands in.
+    """The cells of all stages, refined along the paths that a search asks for.
 
     Args:
         pricing: the choices of all layers, and the memory limit.

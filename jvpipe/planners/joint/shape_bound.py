@@ -1,7 +1,7 @@
 """Bounds the seconds of a step from below, whatever the shape of the pipeline and its cuts.
 
 A shape says how many devices (replicas) each stage has. A step takes at least as long as its
-slowest stage. So the question is how fast the slowest stage can be, with the devices that exist.
+slowest stage. So this file bounds how fast the slowest stage can be with the available devices.
 
     t(i, j, r)   the seconds per step of layers [i, j) as a stage of r replicas
     T            a cap on these seconds
@@ -106,7 +106,7 @@ def _least_cap_s(
         stages_s: t(i, j, r) of the module, indexed by number of replicas, start and end.
         counts: the possible numbers of replicas, rising.
         devices: how many devices there are in all.
-        high_s: a cap that some plan surely keeps, where the interval ends.
+        high_s: the end of the interval; larger results are of no use to the caller.
     """
     low_s = 0.0
     for _ in range(SHAPE.bisections):

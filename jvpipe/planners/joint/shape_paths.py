@@ -22,7 +22,7 @@ are seconds:
     slowest of H_e(i, m) = max(t, c, slowest of H_(e-1)(j, m - r))
 
 Of all j and r, the way with the least sum + (M - 1) max(slowest, floor) is kept. This is not exact,
-because a way that is worse alone may be part of a better whole, and because seconds are rough
+because a way that is worse alone may be part of a better path, and because seconds are rough
 (`local_segments.py`). So the paths that are found are counted again exactly (`stage_cost.py`) and
 simulated.
 """
@@ -45,7 +45,7 @@ OverM = Float[np.ndarray, "n m"]
 
 @dataclass(frozen=True)
 class Ground:
-    """What paths are searched on: cuts, and devices in an order.
+    """The data for one search for paths: cuts, and devices in an order.
 
     Attributes:
         segments: the rough seconds and bytes of all segments.
@@ -53,7 +53,7 @@ class Ground:
         order: the devices, in the order in which micro-batches pass them.
         counts: the possible numbers of devices of a stage, all multiples of `unit`.
         cuts: where stages may begin or end.
-        unit: how many devices are placed together. The m of the module counts units.
+        unit: how many devices are placed together. In the module's formulas, m counts units.
     """
 
     segments: LocalSegments
@@ -161,7 +161,7 @@ def paths(
     """Yields the best way found for each number of stages.
 
     Args:
-        ground: what paths are searched on.
+        ground: the cuts and devices of the search.
         stages: the most stages of a path.
         floor_s: the floor of the module.
     """

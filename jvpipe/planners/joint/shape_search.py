@@ -1,4 +1,4 @@
-"""Searches shapes that are worth an exact plan: devices per place, and examples per micro-batch.
+"""Finds shapes that are worth an exact plan: devices per place, and examples per micro-batch.
 
 A place is a position along the pipeline; its devices are replicas, which share each micro-batch. A
 shape with the bounds of its stages is called a path. Planning every shape exactly would take too
@@ -184,7 +184,7 @@ class _ShapeSearch:
 
         Args:
             size: examples of a micro-batch.
-            floor_s: seconds below which a faster stage is worth nothing.
+            floor_s: making a stage faster than this many seconds gains nothing.
             hasty: whether to try few cuts and few stages, and to place many devices at once.
         """
         cuts = self.segments.coarse
@@ -208,7 +208,7 @@ class _ShapeSearch:
         cuts: Cuts,
         units: int,
     ) -> Iterator[Ground]:
-        """Yields what paths are searched on: each order of devices, divided into equal units.
+        """Yields a ground to search for paths for each order of devices, divided into equal units.
 
         The devices of a unit are placed together. If a unit has several devices, there is one more
         ground, for stages of one device each.
@@ -254,7 +254,7 @@ class _ShapeSearch:
         if path in self.seen:
             return self.seen[path]
         shape, bounds = path
-        # None stays recorded for a forbidden path, so each path is looked at only once.
+        # The None stays if the path is not allowed or does not fit, so each path is counted once.
         self.seen[path] = None
         if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
             problem = self.problem(shape)

@@ -252,7 +252,7 @@ def longer_bytes(
     - A run (layers that are recomputed together) may begin before the known segment. Inside the
       known segment it begins with the first layer, whose input is then kept in place of the input
       of an earlier layer.
-    - A run may end after the known segment. Inside, the last layer recomputes its residuals itself.
+    - A run may end after the known segment. Cut off at the segment's end, it may need more there.
     - Shared values that only later layers read are freed before the known segment works.
 
     Args:
@@ -272,8 +272,8 @@ def longer_bytes(
     least = np.minimum.accumulate(inputs[::-1])[::-1]
     larger = inputs[-1] - least[starts - starts[0]]
     begun = on_device_bytes(in_flight, larger)
-    # The second: what a run needs in addition if it ends with the known segment. This is 0
-    # if the longer segment ends there, too.
+    # The second difference: what a run needs in addition if it ends with the known segment.
+    # This is 0 if the longer segment also ends there.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
     ended = np.full(len(block.ends) - b, max(0.0, more_at_end))
     ended[0] = 0.0

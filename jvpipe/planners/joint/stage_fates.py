@@ -4,7 +4,7 @@ A state stands for choices of the first layers: their seconds and bytes (`domina
 The search begins with one state, for no layers. With each further layer, a state becomes
 several, one for each choice of the layer. Then three kinds of states are dropped:
 
-    - states that cannot fit, whatever the layers to come choose;
+    - states that cannot fit, whatever the remaining layers choose;
     - states whose lower bound of seconds (`dual_bounds.py`) is not below the best that is known;
     - states that another state dominates, because it is at least as good in every number.
 
@@ -53,7 +53,7 @@ class FateQuery:
         lot: the layers, and the micro-batches in flight at each moment that matters.
         compute_s: the seconds of forwards and backwards.
         traffic_s: the seconds of traffic on the device's link to the host.
-        room_bytes: the limit, less what is held whatever is chosen.
+        room_bytes: the limit minus the bytes that are held with any choices.
         most_swapped_bytes: the limit on swapped bytes per micro-batch.
     """
 
@@ -126,11 +126,11 @@ class FateSearch:
             )
             prices = DualBounds([asked]).solve()[0]
         self.prices = self.alpha, self.mu = prices
-        # Lower bounds of what the layers to come cost at these prices.
+        # Lower bounds of what the remaining layers cost at these prices.
         priced = offers.cost(*prices)
         paid = priced.min(1)
         # Backwards run from the last layer to the first. So while the backward of an
-        # earlier layer runs, the layers to come hold nothing of this micro-batch: their
+        # earlier layer runs, the remaining layers hold nothing of this micro-batch: their
         # backwards have freed it.
         left = table.left_bytes[at]
         others = offers._replace(held_bytes=held_bytes - left).cost(*prices)
@@ -149,7 +149,7 @@ class FateSearch:
         )
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
-        """Estimates what the layers to come take: means over choices, mostly over the cheap ones.
+        """Estimates what the remaining layers take: means over choices, mostly the cheap ones.
 
         Compute, link and bytes each have a price. If a price is above 0, the best choices of all
         layers together use up what is available (complementary slackness). So the estimates for
@@ -203,7 +203,7 @@ class FateSearch:
         Args:
             width: if more than twice `width` states are left after a layer, about twice
                 `width` of them stay (`_fittest`).
-            below_s: seconds; slower choices are not of interest.
+            below_s: only choices that take fewer seconds than this are searched for.
         """
         last = follow(
             self.growth,
@@ -277,7 +277,7 @@ class FateSearch:
         """Picks the states that stay: `width` with the least bounds, and `width` likely to be fast.
 
         The expected seconds are those of a state, plus the estimates of `_expected` for the
-        layers to come, plus a price for each byte that would then be over the limit.
+        remaining layers, plus a price for each byte that would then be over the limit.
         """
         extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
         held_bytes = self._held_bytes(states)

@@ -31,7 +31,7 @@ from jvpipe.util.sizes import MOST_BYTES
 
 
 def effort(layers: int) -> Effort:
-    """Returns the effort for a model of so many layers; larger models get less per layer."""
+    """Returns the effort for a model with this many layers; larger models get less per layer."""
     if layers <= 40:
         return Effort(16, 4000, 1e-9, layers=2_000 * layers)
     if layers <= 120:
@@ -66,7 +66,7 @@ def solve(
     """Finds the surrogate's best paths.
 
     Args:
-        problem: what is asked.
+        problem: the problem to plan for.
         pricing: the pricing of the problem's choices.
         most_swapped_bytes: what each stage may swap per micro-batch; empty: any amount.
     """
@@ -109,7 +109,7 @@ def trips(
     """Finds the most promising plans that keep round trips short (`trips.py`), the best first.
 
     Args:
-        problem: what is asked.
+        problem: the problem to plan for.
         pricing: the pricing of the problem's choices.
         paths: the most plans that are returned.
     """
@@ -157,10 +157,10 @@ def _beyond_s(
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """Returns the solution if the host may hold what it swaps, else one that swaps less.
+    """Returns the solution if its swaps keep the host's limit, else one that swaps less.
 
     Args:
-        problem: what is asked; its host may have a limit.
+        problem: the problem to plan for; its host may have a limit.
         solution: of the problem.
     """
     limit = problem.host_limit_bytes
@@ -177,8 +177,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
         moves.append(k[s] * float(swapped.sum()))
     if sum(moves) <= limit:
         return solution
-    # There are two ways out, and the faster one is taken: each stage may swap in proportion to what
-    # it swaps now, or no stage swaps.
+    # Two alternatives are searched, and the faster one is taken: each stage may swap in proportion
+    # to what it swaps now, or no stage swaps.
     total = sum(moves)
     shares = zip(moves, k, strict=True)
     parts = [limit * moved / total // flying for moved, flying in shares]

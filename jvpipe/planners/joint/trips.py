@@ -1,4 +1,4 @@
-"""Finds cuts for slow links, under which no group of adjacent stages waits long for round trips.
+"""Finds cuts for slow links, so that no group of adjacent stages waits long for round trips.
 
 Legend: t_s is the seconds of stage s per micro-batch, c_s the seconds of the link before it in both
 directions, and T a cap on the seconds per micro-batch. A round trip through stages a to r takes a
@@ -24,8 +24,8 @@ As u_r never falls when u_(r-1) rises, the path with the least u up to each cut 
 stage by stage, like a shortest path.
 
 If many micro-batches follow each other, the least possible T is the time between two of them. A
-step with a flush has few, and the sum of t and c over all stages counts too. So paths are made for
-several caps, each with a small sum of t + c + share * u. `share` is what a second of u is worth.
+step with a flush has few micro-batches, so the sum of t and c over all stages matters too. So paths
+are made for several caps, each with a small sum of t + c + share * u. `share` is the weight of u.
 The caps and shares are in `CutEffort` (`effort.py`), and may be changed.
 """
 
@@ -75,7 +75,7 @@ class Trips:
         high = sum(caps) + 1e-300
         if self.path(high) is None:
             return np.inf
-        # Halving the interval is right, because a larger cap allows all paths of a smaller one.
+        # Halving the interval is valid, because a larger cap allows all paths of a smaller one.
         while high - low > CUTS.trip_tolerance * high:
             middle = (low + high) / 2
             if self.path(middle) is not None:
