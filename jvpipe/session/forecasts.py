@@ -79,14 +79,13 @@ def plan_for(
         stages: the number of stages; 2 by default, unless the planner decides.
         devices: the number of devices of all stages together; by default, the sum of `replicas`, or
             else all devices of the hardware.
-        replicas: the number of devices of each stage, such as (3, 1) or "3:1"; "auto" lets the
-            planner choose.
+        replicas: the devices per stage, such as (3, 1) or "3:1"; "auto" lets the planner choose.
         cuts: how many layers each stage has.
         hardware: a cluster, as a name such as "h100", a TOML file or a `Cluster`. Its first
             devices are used. The default is "a100-40gb".
         memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with
             a limit for each. The default is all the memory of the devices.
-        microbatches: how many parts a batch is split into; 4 by default, unless the planner
+        microbatches: the number of micro-batches of a batch; 4 by default, unless the planner
             decides.
         schedule: a name, or a `Schedule` with options; replicas need a synchronous schedule.
         planner: the name of a planner, or several to compare; "all" compares all planners.

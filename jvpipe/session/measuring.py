@@ -363,7 +363,7 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
 
 
 def _one_each(measurement: Measurement, why: str) -> ChosenShape:
-    """Returns the shape in which each stage has one device; `why` is the reason for one.
+    """Returns the shape in which each stage has one device; `why` is the reason.
 
     The user gives the number of stages. Otherwise it is the most that devices and layers allow.
     """

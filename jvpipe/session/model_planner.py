@@ -170,7 +170,7 @@ class ModelPlanner:
         return chosen._replace(compiled=self._to_run(traced, plan))
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans with the optimizer's state in the memory that the settings give."""
+        """Plans with the optimizer's state on the devices or the host, as the settings say."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
@@ -188,7 +188,8 @@ class ModelPlanner:
         # The user's fates name values of whole layers. With such fates, layers are not cut in two
         # to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
-        # Under "auto", the order of tasks compensates for uneven stages, so layers are not cut.
+        # Under "auto", the order of tasks compensates for uneven stages, so no finer cuts are
+        # tried.
         finer = chooses and finer and settings.schedule != AUTO
         question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
