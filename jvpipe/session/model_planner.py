@@ -188,8 +188,7 @@ class ModelPlanner:
         # The user's fates name values of whole layers. With such fates, layers are not cut in two
         # to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
-        # Under "auto", the order of tasks compensates for uneven stages, so no finer cuts are
-        # tried.
+        # Under "auto", the order of tasks compensates for uneven stages: finer cuts are not tried.
         finer = chooses and finer and settings.schedule != AUTO
         question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
