@@ -17,7 +17,7 @@ _BAR = 16  # characters
 
 
 class DeviceRow(NamedTuple):
-    """The row of a device: its layers as text, and its memory limit, which None leaves open."""
+    """The row of a device: its layers as text, and its memory limit, if it has one."""
 
     layers: str
     limit_bytes: int | None = None

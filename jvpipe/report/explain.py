@@ -110,7 +110,7 @@ def _parameters(graph: LayerGraph, stage: Stage) -> str:
 
 
 def _peak(peak: Peak | None) -> str:
-    """Returns a text about a device's peak: its bytes, the row that ran, and its owners."""
+    """Returns a text about a device's peak: its bytes, its row, and the owners of these bytes."""
     if peak is None:
         return "its peak is known to its process"
     text = f"peak {format_bytes(peak.bytes)}"

@@ -193,8 +193,7 @@ class Judge:
         self._replaced = None
 
     def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
-        """Proposes another plan if a step shows that it would save more time than the migration
-        takes.
+        """Proposes another plan if a step shows that the time saved would repay the migration.
 
         Args:
             plan: the plan under which the step ran.
