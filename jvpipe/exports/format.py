@@ -202,8 +202,8 @@ def rule_of(
     # Lists are counted instead of devices, because replicas share a list.
     chunks = max(1, len(plan.stages) // len(lists))
     microbatches = outline_for(plan).microbatches
-    # These formats assign stages to devices in a loop, 0 1 2 0 1 2. A vee schedule needs them forth
-    # and back, 0 1 2 2 1 0.
+    # These formats assign stages to devices in a loop, 0 1 2 0 1 2. A vee schedule needs the order
+    # 0 1 2 2 1 0.
     fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
     if not fitting:
         raise ValueError(

@@ -191,12 +191,12 @@ class Engine:
         return by_name
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """Returns the arrays of a state without those that belong to micro-batches in flight.
+        """Returns the arrays of a state, except the arrays of micro-batches in flight.
 
         If a state in flight has several versions of an array, only the newest one is returned.
 
         Raises:
-            ValueError: the state is not whole, or belongs to another model.
+            ValueError: the state lacks arrays, or belongs to another model.
         """
         self.check_whole(compiled, state)
         return plain_arrays(compiled, state)

@@ -1,4 +1,4 @@
-"""Evaluates a loss, or any function of the parameters; layers run where their parameters lie.
+"""Evaluates a loss, or any function of the parameters; layers run on their parameters' devices.
 
 An evaluation runs only the forwards of the plan in use. A prediction runs a user's function, which
 is traced and cut into layers like a loss. Each layer of the function runs on the device that holds
@@ -141,7 +141,7 @@ def _holding(
 
     Args:
         session: has the limits and the ledger.
-        compiled: the plan whose forward is to run.
+        compiled: the plan whose forward will run.
         what: the name of the other arrays, for the message.
         beside: the bytes of the other arrays on each device.
         new: the bytes of arrays that the ledger counts only inside the context.

@@ -319,7 +319,7 @@ def asked(
         splits: the cuts inside layers that the problem has.
 
     Raises:
-        ValueError: seconds or bytes of the problem are too large for exact sums.
+        ValueError: seconds or bytes of the problem are too large for accurate sums.
     """
     check_sums(problem)
     for name in names:

@@ -70,7 +70,7 @@ def plan_for(
     exceeds the limit, another plan is made.
 
     With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then chooses
-    those of stages, replicas, cuts and micro-batches that are not given.
+    each of stages, replicas, cuts and micro-batches that is not given.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
@@ -143,7 +143,7 @@ def _planned(
     cluster = hardware or find_cluster(USUAL_HARDWARE)
     options["state_fates"] = options["state_fates"] or {}
     pinned = None
-    # Stages of one device each, unless an option asks for several.
+    # Each stage has one device, unless an option allows several.
     if count is None and pins["replicas"] is None and pins["cuts"] is None:
         count = pins["stages"] or USUAL_STAGES
         microbatches = pins["microbatches"] or USUAL_MICROBATCHES

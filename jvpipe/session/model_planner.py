@@ -273,7 +273,7 @@ class ModelPlanner:
         """Returns each stage's peak on its fullest device, in a step or while arrays are made."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        # Programs cannot be compiled for another process's device, so an own device replaces it.
+        # Programs cannot be compiled for other processes' devices, so a local device replaces them.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         peaks = [max(step.bytes, making.bytes) for step, making in both]

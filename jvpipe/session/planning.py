@@ -285,7 +285,8 @@ def planned_again(
 
     Returns:
         None if no plan keeps the limits, or if the planner is not asked again. It is not asked if
-        it is a paper's, if a search chose the order of tasks, or if stages have several devices.
+        it implements a paper, if a search chose the order of tasks, or if stages have several
+        devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:

@@ -52,7 +52,7 @@ class Question(Training):
         said: the bytes of programs that the hardware's compiler has reported so far.
         remembered: the traces, optimizer cutters and costs so far, shared by copies of the
             question. Copies may differ only in `stages`, `schedule`, `microbatches`, `state_fates`
-            and `said`. An entry's key contains those of these fields that the entry depends on.
+            and `said`. An entry's key contains each of these fields that the entry depends on.
     """
 
     params: Tree

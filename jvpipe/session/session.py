@@ -166,11 +166,11 @@ class Session(Engine):
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule, its last micro-batches stay in flight.
 
-        Errors of earlier steps are raised first, while the given state is still whole. Then
-        earlier losses are checked to be finite. In a stream (a run without flushes) the
-        step waits for the losses of all earlier steps except the last one. Otherwise, the step
-        checks only losses that are already computed. A step that calls code on the host, which can
-        fail, waits for the step before it.
+        Errors of earlier steps are raised first, before the given state is consumed. Then earlier
+        losses are checked to be finite. In a stream (a run without flushes) the step waits for the
+        losses of all earlier steps except the last one. Otherwise, the step checks only losses that
+        are already computed. A step that calls code on the host, which can fail, waits for the step
+        before it.
 
         Micro-batches can stay in flight only if they have the shapes of the run's first batch. They
         are finished before a batch of other shapes runs, and such a batch is finished within its

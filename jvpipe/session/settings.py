@@ -46,7 +46,7 @@ class Training:
             None if it sees the stacked arrays.
         frozen: patterns of parameters that are not updated.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters.
-        sharding: how parameters are split over the devices of a place, if places are meshes.
+        sharding: how parameters are sharded over the devices of a place, if places are meshes.
         grad_norm: whether to report the global norm of the gradient.
     """
 
@@ -266,7 +266,7 @@ class OptimizerCutter:
                     grad_norm=self.settings.grad_norm,
                     traced=self._trace(readers, microbatches),
                 )
-                # A parameter's optimizer state is split over devices like the parameter.
+                # A parameter's optimizer state is sharded like the parameter.
                 if (sharding := self.settings.sharding) is not None:
                     cut = laid_state(cut, graph.parameters, sharding)
                 self._cuts[key] = cut
