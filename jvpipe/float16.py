@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.weighted import Weighted
+from jvpipe.session.arguments import whole_number
 from jvpipe.trace.leaves import is_initializer
 
 Tree = Any
@@ -43,7 +44,8 @@ def scaled(
         growth_updates: the scale doubles after this many updates in a row without an overflow.
 
     Raises:
-        ValueError: `scale` is not a power of two, or `growth_updates` is below 1.
+        ValueError: `scale` is not a power of two, or `growth_updates` is not a whole number
+            of at least 1.
 
     >>> made = scaled(lambda params, batch, rng: jnp.mean(params * batch), optax.sgd(1.0))
     >>> params = made.init(jnp.float32(1.0))
@@ -55,8 +57,7 @@ def scaled(
     mantissa, _ = jnp.frexp(jnp.float32(scale))
     if not scale > 0 or float(mantissa) != 0.5:
         raise ValueError(f"scale must be a power of two, not {scale:g}")
-    if growth_updates < 1:
-        raise ValueError(f"growth_updates must be at least 1, not {growth_updates}")
+    growth_updates = whole_number("growth_updates", growth_updates)
     return ScaledLoss(loss_fn, _unscaling(optimizer, growth_updates), float(scale))
 
 

@@ -93,7 +93,8 @@ def test_the_scale_is_not_halved_below_one_nor_doubled_beyond_all_numbers(
     [
         (3.0, 1, "power of two, not 3"),
         (0.0, 1, "not 0"),
-        (2.0, 0, "growth_updates must be at least 1"),
+        (2.0, 0, "growth_updates must be a whole number of at least 1, not 0"),
+        (2.0, True, "growth_updates must be a whole number of at least 1, not True"),
     ],
 )
 def test_scales_that_are_none_are_refused(scale: float, growth: int, told: str) -> None:

@@ -37,6 +37,7 @@ WITHOUT_VALUE = {
     "with --distributed the processes meet": "a flag excludes a group of others",
     "it holds no JSON object": "a part of a message that names the file",
     "nested too deeply": "a part of a message that names the process",
+    "this YAML is nested too deeply": "the outer message names the file",
     "not an object": "a part of a message that names the process",
     "there is no such file": "a part of a message that names the model",
     "what answers there is not this version": "a part of a message that names the address",

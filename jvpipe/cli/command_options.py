@@ -36,8 +36,10 @@ _COUNT = partial(whole_number, most=MOST)
 
 
 def _texts(flag: str, value: Any) -> list[str]:
-    texts = several(value) or []
-    return [checked_name(flag, text, "tensorboard") for text in texts]
+    texts = [] if value is None else several(value)
+    return [
+        checked_name(flag, text, "tensorboard") for text in ([value] if texts is None else texts)
+    ]
 
 
 # Common kinds of options; each use adds help, group and unit. The default of a flag is False, and

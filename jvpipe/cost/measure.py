@@ -167,8 +167,7 @@ def measured_costs(
         kept[share] = [programs.on_trial for programs in layer_programs(store, traced, share)]
     keep_all = kept["all"]
     pairs = list(_to_measure(kept, optimizer, split=split))
-    runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
-    runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
+    runs = _all_runs(store, pairs, device, earlier, room_bytes, archive, devices_per_core)
     graph = traced.graph
     works = [_work(runs, programs) for programs in keep_all]
     options = splits = None
@@ -234,6 +233,7 @@ def _all_runs(
     earlier: Runs | None,
     room_bytes: int | None,
     archive: Archive | None,
+    devices_per_core: float,
 ) -> Runs:
     """Measures the programs that fit on the device, and estimates the others.
 
@@ -244,6 +244,7 @@ def _all_runs(
         earlier: earlier measurements, to which new ones are added.
         room_bytes: the bytes that the device has for a program; None if there is no limit.
         archive: the archive with the seconds of earlier processes; new seconds are kept there.
+        devices_per_core: see `Run.beside`.
     """
     # A program without results, such as the backward of a frozen layer, never runs.
     idle: Runs = {}
@@ -262,6 +263,8 @@ def _all_runs(
         room_bytes,
         archive,
     )
+    # Estimates follow from these runs, so that they are those of busy devices, too.
+    runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
     return idle | runs | _estimated(store, device, runs, busy)
 
 

@@ -20,6 +20,8 @@ BACKWARD = 2
 def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
     """Counts the flops of products and convolutions, by the dtype of the first operand.
 
+    Loops and branches count as in `flops`: a while loop has one round, a cond its largest branch.
+
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
     >>> dict(product_flops(jax.make_jaxpr(lambda x: jnp.sin(x @ x))(x).eqns))
@@ -29,8 +31,11 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
     for eqn in eqns:
         if bodies := _jax.inner_jaxprs(eqn):
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for body in bodies:
-                for dtype, count in product_flops(body.eqns).items():
+            counts = [product_flops(body.eqns) for body in bodies]
+            if eqn.primitive.name == "cond":
+                counts = [max(counts, key=Counter.total)]
+            for of_body in counts:
+                for dtype, count in of_body.items():
                     by_dtype[dtype] += times * count
         # An equation with bodies has no operations besides those of its bodies.
         elif count := flops(eqn):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jvpipe.ir.layers import LayerGraph
 
 Block = tuple[str, int]
-"""A module that a model repeats, such as `h_2`: its name without the number, and the number."""
+"""A module that a model repeats, such as `h_2`: its path without the number, and the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,24 @@ def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
 def block_of(path: str) -> Block | None:
     """Finds the numbered module that a parameter's path names.
 
-    A key of the path that is a number takes precedence over a number inside a key.
+    A key of the path that is a number takes precedence over a number inside a key. The name is all
+    of the path before the number, so an encoder's blocks and a decoder's have different names. But
+    if the number is the last key, it is that of a slice of a stacked array, whose block is named
+    by the first key: the other arrays of the block have the same first key.
 
     >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
     (('blocks', 3), ('blocks', 3), ('h', 2))
+    >>> block_of("model/encoder/3/kernel"), block_of("model/h_2/kernel")
+    (('model/encoder', 3), ('model/h', 2))
     """
     parts = path.split("/")
     whole = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     if whole is not None:
-        return parts[0] if whole else "", int(parts[whole])
-    for part in parts:
+        is_slice = whole == len(parts) - 1
+        return "/".join(parts[: min(whole, 1) if is_slice else whole]), int(parts[whole])
+    for i, part in enumerate(parts):
         if match := re.fullmatch(r"(\D+?)_?(\d+)(\D.*)?", part):
-            return match[1], int(match[2])
+            return "/".join([*parts[:i], match[1]]), int(match[2])
     return None
 
 

@@ -16,7 +16,14 @@ from typing import Any
 
 from jvpipe.ir.outline import Outline
 from jvpipe.util.brief import brief
-from jvpipe.util.given import checked_flag, checked_path, is_whole, several, whole_numbers
+from jvpipe.util.given import (
+    checked_flag,
+    checked_path,
+    is_whole,
+    several,
+    shown_path,
+    whole_numbers,
+)
 from jvpipe.util.names import did_you_mean
 
 
@@ -167,10 +174,17 @@ class Plan:
     def device_count(self) -> int:
         """The number of devices that the plan needs.
 
+        Raises:
+            ValueError: the plan has no stage with a device.
+
         >>> Plan.from_cuts([1, 1, 1], devices=[0, 1, 0]).device_count
         2
         """
         # Indices count from 0. A device below the highest one counts even if no stage is on it.
+        if not any(self.replicas):
+            raise ValueError(
+                f"the plan's stages {self.stages} have no devices: give at least one stage"
+            )
         return 1 + max(device for stage in self.stages for device in stage.devices)
 
     @property
@@ -327,16 +341,17 @@ class Plan:
         """
         entries = _entries("a plan", data, ("stages", "schedule", "planner"))
         list_of_stages = several(entries["stages"])
-        if list_of_stages is None:
-            raise ValueError(f"stages must be a list, not {brief(entries['stages'])}")
+        if not list_of_stages:
+            raise ValueError(
+                f"stages must be a list of at least one stage, not {brief(entries['stages'])}"
+            )
         stages = tuple(_stage(s, stage) for s, stage in enumerate(list_of_stages))
         splits = whole_numbers("splits", entries.get("splits", ()))
         unsplit = whole_numbers("unsplit", entries.get("unsplit", ()))
         keep_last = checked_flag("keep_last", entries.get("keep_last", False))
         schedule, planner = entries["schedule"], entries["planner"]
         tasks = entries.get("tasks", ())
-        # A text could be iterated over, too, and would be read as a list of single characters.
-        lines = None if isinstance(tasks, str) else several(tasks)
+        lines = several(tasks)
         if lines is None or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"tasks must be texts, one for each device, not {brief(tasks)}")
         if not isinstance(schedule, str | None) or not isinstance(planner, str):
@@ -348,7 +363,9 @@ class Plan:
         """Writes the plan as JSON."""
         file = checked_path("path", path)
         if file.is_dir():
-            raise ValueError(f"{file} is a folder, but a plan is a file: give the path of a file")
+            raise ValueError(
+                f"{shown_path(file)} is a folder, but a plan is a file: give the path of a file"
+            )
         file.write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @staticmethod
@@ -362,9 +379,11 @@ class Plan:
         try:
             return Plan.from_json(json.loads(file.read_text()))
         except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+            raise ValueError(f"{shown_path(file)} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:  # RecursionError: JSON nested too deeply
-            raise ValueError(f"{file} is not a plan that jvpipe saved: {error}") from error
+            raise ValueError(
+                f"{shown_path(file)} is not a plan that jvpipe saved: {error}"
+            ) from error
 
 
 EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}

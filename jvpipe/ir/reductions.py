@@ -67,7 +67,7 @@ def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, 
     for pattern, name in reductions.items():
         if name not in names:
             raise ValueError(
-                f"{option} has {brief(name)} for '{pattern}': use one of "
+                f"{option} has {brief(name)} for {pattern!r}: use one of "
                 f"{', '.join(map(repr, names))}"
             )
     return {pattern: kind(name) for pattern, name in reductions.items()}
@@ -94,7 +94,7 @@ def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tupl
             some = ", ".join(f"'{path}'" for path in paths[:6])
             more = f" and {len(paths) - 6} more" if len(paths) > 6 else ""
             raise ValueError(
-                f"{option} pattern '{pattern}' matches no leaf: there are {some or 'none'}{more}"
+                f"{option} pattern {pattern!r} matches no leaf: there are {some or 'none'}{more}"
             )
         by_path.update(dict.fromkeys(matched, reduction))
     return tuple(by_path.get(path) for path in paths)

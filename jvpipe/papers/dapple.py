@@ -70,13 +70,13 @@ def dapple(problem: Problem) -> Decision:
     kept = KeptStages(problem)
     devices = problem.stages
     places = np.arange(len(kept.cuts))
-    comm_s = _finite(kept.comm_s)
     # The plans whose L is T_PL(j, m), for all j at once. `plan` lists the seconds of their stages
     # and transfers, each as an array over j. `exists` says for which j there is a plan.
     plan = [_finite(kept.compute_s(0)[0])]
     exists = _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
+        comm_s = _finite(kept.comm_s(m - 1))
         stage_s = _finite(kept.compute_s(m - 1))
         fits = _fits(kept, m - 1) & exists[:, None]
         # The row of a grid is the cut at which the last stage begins, the column is where it ends.
@@ -85,7 +85,8 @@ def dapple(problem: Problem) -> Decision:
         if m < devices:
             left_s = _finite(kept.compute_s(m)[:, -1])
             rest_s = left_s / (devices - m)
-            way += [comm_s[:, -1], rest_s]
+            onward_s = _finite(kept.comm_s(m)[:, -1])
+            way += [onward_s, rest_s]
         # Without all-reduces, T_w + T_e is the sum of F_s + B_s for s <= Q. So L depends only on
         # these sums, and all seconds may count as backward.
         phases = [Phases(0.0, seconds) for seconds in way]

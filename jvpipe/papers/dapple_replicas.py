@@ -110,8 +110,9 @@ class _Search:
         # The least of these products bounds the layer's seconds from below, for any r that is
         # tried.
         multiples = range(self.unit, self.shapes.devices + 1, self.unit)
+        rests = range(self.shapes.devices, 0, -self.unit)  # of the last stage
         works = []
-        for r in (1, *multiples):
+        for r in {1, *multiples, *rests}:
             share = self.segments.share(self.size, r)
             works.append(r * self.segments.compute_s(share))
         least = np.min(works, axis=0)
@@ -129,9 +130,10 @@ class _Search:
             for free in [free for free in self.known if sum(free) == left]:
                 for m in fed:
                     self._extend_by(free, m)
-        # T_PL assumes the fewest micro-batches in flight that a step of at least two micro-batches
-        # can have. `judge` counts the real number, and more layers may then have to be recomputed.
-        # So the L that `judge` finds is not less than T_PL. Plans are judged in order of rising
+        # T_PL assumes as few micro-batches in flight as a step can have. `judge` counts the real
+        # number, and more layers may then have to be recomputed. So the L that `judge` finds is
+        # rarely less than T_PL. (It is less if a stage that recomputes becomes the pivot, or if
+        # replicas do not hold some bytes that were assumed.) Plans are judged in order of rising
         # T_PL, until T_PL reaches the best plan's L.
         every: list[tuple[float, Free, int]] = []
         for free, plans in self.known.items():
@@ -281,9 +283,10 @@ class _Search:
     def _work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
         """Returns F and B of each segment on some replicas, and whether the segment is possible.
 
-        This assumes one micro-batch in flight on the last stage, and two on any other stage. If a
-        segment does not fit with everything kept, all its forwards count twice, because they are
-        recomputed. `judge` checks whether a plan fits with the real numbers in flight.
+        This assumes one micro-batch in flight on the last stage, and two on any other stage, or one
+        if a step has only one. If a segment does not fit with everything kept, all its forwards
+        count twice, because they are recomputed. `judge` checks whether a plan fits with the real
+        numbers in flight.
         """
         segments = self.segments
         share = segments.share(self.size, replicas)

@@ -5,13 +5,13 @@ for each cut at which it may end. An entry is infinite if the segment would have
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
 from jvpipe.planners.model.grids import between, sums
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.model.segments import CutBlock
 from jvpipe.planners.model.spans import Grid
 
 
@@ -47,12 +47,17 @@ class KeptStages(KeepAll):
 
         The host link is busy only if transfers between stages go through it.
         """
-        return np.maximum(self.compute_s(s), self._block.traffic_s)
+        return np.maximum(self.compute_s(s), self._links(s).traffic_s)
 
-    @cached_property
-    def comm_s(self) -> Grid:
-        """The seconds to transfer all values from earlier stages, and their cotangents back."""
-        return self._inside(self._block.comm_s)
+    def comm_s(self, s: int) -> Grid:
+        """Returns the seconds to transfer what stage s reads, and the cotangents of it back."""
+        return self._inside(self._links(s).comm_s)
+
+    def _links(self, s: int) -> CutBlock:
+        """Returns a block whose seconds of links are those of stage s."""
+        if not self.problem.groups:
+            return self._block  # all links are alike
+        return self.segments.block(s, self.cuts, self.cuts)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
         """Returns a grid whose entries are infinite where stage s would be over the limit.

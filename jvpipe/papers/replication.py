@@ -285,7 +285,7 @@ def _level(
     return _Level(
         parts,
         devices,
-        comm_s=over_link.comm_s,
+        comm_s=over_link.comm_s(0),
         ring_s=link_seconds(link, 2 * weights),
     )
 

@@ -7,8 +7,8 @@ step would not be faster. Further reasons may be added there.
 
 from collections.abc import Sequence
 
-from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost
+from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
+from jvpipe.planners.model.stage_cost import StageCost, device_bytes, evaluate_decision, stage_cost
 from jvpipe.util.sizes import format_bytes
 
 
@@ -67,15 +67,22 @@ def _reason(
         return head + f"stage {s} needs a layer"
     # A negative choice recomputes the layer, perhaps as the first of several layers that
     # are recomputed together. The moved cut would separate these layers. To keep it simple,
-    # the moved layer is counted as keeping its values.
+    # the moved layer is counted as keeping its values, and the next as keeping its input.
     choices = list(decision.choices)
     choices[j] = max(choices[j], 0)
+    choices[j + 1] = max(choices[j + 1], RECOMPUTE)
     before = stage_cost(problem, s - 1, i, j + 1, choices)
-    limit = problem.limit_of(problem.places[s - 1])
-    if limit is not None and before.peak_bytes > limit:
-        size = format_bytes(before.peak_bytes)
+    place = problem.places[s - 1]
+    limit = problem.limit_of(place)
+    moved = [*stages[: s - 1], before, *stages[s:]]
+    if problem.places[s] == place:  # the device keeps the layer, in its other stage
+        moved[s] = stage_cost(problem, s, j + 1, k, choices)
+    held_bytes = device_bytes(problem, moved)[place]
+    if limit is not None and held_bytes > limit:
+        who = f"stage {s - 1}" if problem.schedule.chunks == 1 else problem.name_of(s - 1)
+        size = format_bytes(held_bytes)
         allowed = format_bytes(limit)
-        return head + f"stage {s - 1} would hold {size} with it, the limit is {allowed}"
+        return head + f"{who} would hold {size} with it, the limit is {allowed}"
     moved_ms = 1e3 * before.seconds
     slowest_s = max(stage.seconds for stage in stages)
     if before.seconds > slowest_s:

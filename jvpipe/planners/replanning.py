@@ -1,6 +1,6 @@
 """Decides from measured seconds whether another plan would pay, and with which cuts.
 
-Legend: T seconds of the slowest stage, L layers, S stages, M micro-batches.
+Legend: T seconds of the slowest device, L layers, S stages, M micro-batches, v stages per device.
 
 A slow device must not be mistaken for slow layers. The measured seconds y of layer l on
 device d are taken to be the product
@@ -38,10 +38,11 @@ from jvpipe.util.sizes import ROUNDING
 def cuts_at_speeds(
     layer_s: Sequence[float], slowness: Sequence[float], fixed_s: Sequence[float] = ()
 ) -> list[int]:
-    """Finds the layers per stage with the least T and, among those cuts, the least sum of seconds.
+    """Finds the layers per stage whose slowest stage is fastest, and then with the least sum.
 
-    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds
-    the least T; the second finds the least sum of all stages if none may take longer than T.
+    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds the
+    least seconds of the slowest stage; the second finds the least sum of all stages if none may
+    take longer. If devices have several stages, equally slow stages make equally slow devices.
 
     Args:
         layer_s: the seconds of each layer on a device that is not slow.
@@ -59,7 +60,7 @@ def cuts_at_speeds(
     fixed_s = fixed_s or [0.0] * len(slowness)
     of_stages = zip(slowness, fixed_s, strict=True)
     stages = [slow * run_s + more_s for slow, more_s in of_stages]
-    # A single pass for the least sum could make the slowest stage slower, and T decides a step.
+    # A single pass for the least sum could make the slowest stage slower, which decides a step.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
@@ -231,22 +232,26 @@ class Trigger:
         """Returns the best cuts for the seconds of a step, if they gain enough."""
         expected, rule = self._expected, self.rule
         assert expected is not None
+        devices, places = np.unique(_devices(plan), return_inverse=True)
         slowness = self.slowness(plan, seen)
         by_device = expected * np.repeat(slowness, plan.cuts)
         ratio = np.array(seen.layer_s) / by_device
         far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
         ratio = np.where(far, ratio, 1.0)
         seconds = expected * ratio
+        chunks = len(places) / len(devices)
 
         def step_s(cuts: Sequence[int]) -> float:
             starts = np.cumsum([0, *cuts[:-1]])
             work_s = np.add.reduceat(seconds, starts) * slowness
             parts_s = work_s + np.array(seen.exposed_s)
-            return self._step_s(float(parts_s.max()), float(parts_s.sum()))
+            # The stages of a device take turns, so their seconds add up.
+            busy_s = np.bincount(places, parts_s)
+            return self._step_s(float(busy_s.max()), float(parts_s.sum()), chunks)
 
         now_s = step_s(plan.cuts)
         at_home = plan.cuts == self.home.cuts
-        least_s = self._least_step_s(float(seconds.sum()), slowness)
+        least_s = self._least_step_s(float(seconds.sum()), slowness, chunks)
         needed_gain = rule.gain if at_home else rule.gain_home
         # Even a step as short as the lower bound may gain too little.
         if now_s - least_s <= now_s * needed_gain:
@@ -262,21 +267,26 @@ class Trigger:
         times = tuple(tuple((f * ratio).tolist()) for f in slowness)
         return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
 
-    def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
+    def _least_step_s(self, total_s: float, slowness: Sequence[float], chunks: float) -> float:
         """Returns a lower bound on the seconds of a step under any cuts.
 
         If work could be divided anywhere, not only between layers, all devices could be
-        busy for the same time, total / (sum of 1 / f). The slowest stage takes at least
+        busy for the same time, total / (sum of 1 / f). The slowest device takes at least
         that long. The stages together take at least as long as the fastest device would
         take for all the work, total times the least f.
         """
-        shared_s = total_s / sum(1 / f for f in slowness)
-        return self._step_s(shared_s, total_s * min(slowness))
+        # `slowness` has the f of a device once for each of its stages.
+        shared_s = chunks * total_s / sum(1 / f for f in slowness)
+        return self._step_s(shared_s, total_s * min(slowness), chunks)
 
-    def _step_s(self, slowest_s: float, all_s: float) -> float:
-        """Counts a step's seconds: with a flush (M - 1) T plus all stages once, otherwise M T."""
+    def _step_s(self, slowest_s: float, all_s: float, chunks: float) -> float:
+        """Counts a step's seconds: without a flush M T, otherwise as `surrogate` does.
+
+        That is (M - 1) T plus the seconds of all stages once if devices have one stage each. With
+        v stages each, it is (M - 1 / v) T plus 1 / v of the seconds of all stages.
+        """
         if self._synchronous:
-            return (self._microbatches - 1) * slowest_s + all_s
+            return (self._microbatches - 1 / chunks) * slowest_s + all_s / chunks
         return self._microbatches * slowest_s
 
     def slowness(self, plan: Plan, seen: Seen) -> list[float]:
@@ -288,7 +298,7 @@ class Trigger:
         """
         assert self._expected is not None
         ratio = np.array(seen.layer_s) / self._expected
-        device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
+        device = np.repeat(_devices(plan), plan.cuts)
         slow: dict[int, float] = {}
         for d in set(device.tolist()):
             here = device == d
@@ -309,6 +319,11 @@ class Trigger:
         if goes_home and np.all(ratio < self.rule.layer):
             return "every stage takes what was planned again"
         return f"stage {stage} takes {ratio[stage]:.1f} times what was planned"
+
+
+def _devices(plan: Plan) -> list[int]:
+    """Returns the device of each stage; of replicas the first."""
+    return [stage.devices[0] for stage in plan.stages]
 
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:

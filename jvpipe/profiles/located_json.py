@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jvpipe.profiles.graph_parts import flaw, wrong
+from jvpipe.util.brief import brief
 
 # A string, a brace or the end of a line. A brace inside a string is a part of the string.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\n]')
@@ -69,7 +70,7 @@ class Located(dict[str, Any]):
         """Reads a list."""
         items = self.field(field)
         if not isinstance(items, list):
-            raise self.wrong(f"the field {field} must be a list")
+            raise self.wrong(f"the field {field} is {brief(items)}: it must be a list")
         return items
 
     def objects(self, field: str) -> list["Located"]:

@@ -23,6 +23,7 @@ from jvpipe.programs.state_types import at_fixed_types, traced_init
 from jvpipe.programs.straight_line import straight_line, straightened
 from jvpipe.programs.transformations import call_optimizer
 from jvpipe.programs.transformations import transformation as transformation
+from jvpipe.trace.leaves import check_leaves
 from jvpipe.util.paths import path_name, path_names
 
 Tree = Any
@@ -161,7 +162,9 @@ class _View:
 
     def init(self, values: Sequence[Any]) -> Tree:
         """Returns the optimizer's first state, given the values of all parameters."""
-        return call_optimizer(self.optimizer.init, self.params(values))
+        state = call_optimizer(self.optimizer.init, self.params(values))
+        check_leaves(state, "result of the optimizer")
+        return state
 
     def updated(
         self,
@@ -177,7 +180,8 @@ class _View:
             state: the optimizer's state.
 
         Raises:
-            ValueError: the optimizer does not return updates in the tree of the parameters.
+            ValueError: the optimizer does not return updates in the tree of the parameters, or a
+                leaf is not an array.
         """
         import optax  # late, as above
 
@@ -189,6 +193,7 @@ class _View:
             params,
         )
         updates, state = _checked_answer(answer, self.tree)
+        check_leaves((updates, state), "result of the optimizer")
         changed = jax.tree.leaves(optax.apply_updates(params, updates))
         new = list(values)
         for i, x in zip(self.seen, changed, strict=True):

@@ -234,8 +234,8 @@ class Tracking:
         folder: str | Path,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        # A value that is not a sequence is looked up like a name, which raises an error.
-        listed: Sequence[Any] | None = None if isinstance(names, str) else several(names)
+        # A value that is not a sequence, such as a text, is looked up as one name.
+        listed: Sequence[Any] | None = several(names)
         self._begin = [find_tracker(name) for name in ([names] if listed is None else listed)]
         self._folder, self._config = checked_path("folder", folder), dict(config or {})
         self._trackers: list[Tracker] | None = None

@@ -17,6 +17,8 @@ is not corrected: these stages all read the version that the first of them has r
 stashed until the backward.
 """
 
+from numbers import Real
+
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule, at_least
 from jvpipe.util.brief import brief
@@ -36,12 +38,12 @@ class PipeMare(Schedule):
     def __init__(
         self,
         *,
-        decay: float = 0.5,
+        decay: float | Real = 0.5,
         anneal_updates: int = 1000,
         warmup_updates: int = 0,
         update_every: int = 1,
     ) -> None:
-        if not isinstance(decay, int | float) or not 0 < decay < 1:
+        if not isinstance(decay, Real) or not 0 < float(decay) < 1:
             raise ValueError(f"decay must lie between 0 and 1, not be {brief(decay)}")
         at_least(0, anneal_updates=anneal_updates, warmup_updates=warmup_updates)
         at_least(1, update_every=update_every)
@@ -52,7 +54,7 @@ class PipeMare(Schedule):
             versions=_and_correction,
             update_every=update_every,
             stash=False,
-            decay=decay,
+            decay=float(decay),
             anneal_updates=anneal_updates,
             warmup_updates=warmup_updates,
         )

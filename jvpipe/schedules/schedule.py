@@ -352,7 +352,9 @@ def _held(
     count = microbatches
     if not schedule.synchronous:
         # After this many micro-batches, the pipeline of a stream is full and holds no more later.
-        count = max(microbatches, 2 * devices)
+        # Lists for stages that take turns say so themselves (`RoundRobin.in_flight`).
+        in_flight = getattr(schedule.lists, "in_flight", ())
+        count = max(microbatches, 2 * devices, *in_flight)
     lists = schedule.tasks(devices, count)
     return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
 

@@ -348,9 +348,8 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     Traceback (most recent call last):
     ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
-    # Iterating over these types would not yield speeds in the order of devices.
-    is_single = isinstance(speeds, str | Mapping | Set)
-    listed: list[Any] = (None if is_single else several(speeds)) or [speeds]
+    # Iterating over a set would not yield speeds in the order of devices.
+    listed: list[Any] = (None if isinstance(speeds, Set) else several(speeds)) or [speeds]
     if not all(map(_is_positive, listed)):
         raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
     return tuple(map(float, listed))

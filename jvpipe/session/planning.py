@@ -284,9 +284,8 @@ def planned_again(
         held_bytes_of: returns the bytes of each stage's fullest device; None if they are unknown.
 
     Returns:
-        None if no plan keeps the limits, or if the planner is not asked again. It is not asked if
-        it implements a paper, if a search chose the order of tasks, or if stages have several
-        devices.
+        None if no plan keeps the limits. Also None if the planner implements a paper, if a search
+        chose the order of tasks, or if stages have several devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:

@@ -35,6 +35,7 @@ _COUNTING = frozenset(
         "reshape",
         "squeeze",
         "reduce_sum",
+        "convert_element_type",
     }
 )
 """Primitives whose results are whole numbers if their operands are."""
@@ -54,9 +55,10 @@ _COMPARED = _COUNTING | {
     "expand_dims",
     "transpose",
     "slice",
-    "convert_element_type",
 }
 """Primitives that are compared; each result of any other primitive gets a new number."""
+_EXACT_BYTES = 4
+"""The size of float32, the narrowest type of floats that counts are taken to be exact in."""
 
 
 class Alike:
@@ -135,14 +137,16 @@ class Alike:
 
 
 def _keeps_whole(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation is a cast that keeps whole numbers, apart from rounding."""
+    """Tells whether an equation is a cast that keeps whole numbers, if they are below 2^24."""
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = (_jax.aval(atom).dtype for atom in (*eqn.invars, *eqn.outvars))
     if after == np.bool_:
         return before == np.bool_
-    is_narrower = after.itemsize < before.itemsize
-    return not (is_narrower and np.issubdtype(after, np.integer))
+    if np.issubdtype(after, np.integer):
+        return after.itemsize >= before.itemsize
+    # Narrower floats round small counts already: bfloat16 rounds 257 to 256.
+    return after == before or after.itemsize >= _EXACT_BYTES
 
 
 def _is_whole(atom: Atom) -> bool:

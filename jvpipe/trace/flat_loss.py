@@ -187,6 +187,7 @@ def _check_loss(loss: Any) -> None:
         )
     if not isinstance(loss, Weighted):
         return
+    check_leaves(loss, "part of the loss")
     weight_type = jnp.result_type(loss.weight)
     if weight_type == np.bool_ or jnp.issubdtype(weight_type, jnp.complexfloating):
         raise ValueError(

@@ -19,6 +19,8 @@ Role = Literal[
     "leaf of the optimizer's state",
     "leaf of aux",
     "leaf of the prediction",
+    "part of the loss",
+    "result of the optimizer",
 ]
 
 _CURES: dict[Role, str] = {
@@ -27,9 +29,8 @@ _CURES: dict[Role, str] = {
     "batch leaf": "keep it out of the batch and let the loss capture it",
     "leaf of the model state": "keep it out of the model state and let the loss capture it",
     "leaf of the optimizer's state": "give a changed copy of the tree of pipe.optimizer_state",
-    "leaf of aux": "return only arrays and numbers",
-    "leaf of the prediction": "return only arrays and numbers",
 }
+_RETURN = "return only arrays and numbers"
 
 
 def canonical(dtype: Any) -> Any:
@@ -149,4 +150,4 @@ def _complaint(leaf: Any, role: Role) -> str:
             f"is of type {kind} {leaf.dtype}, which no device has: give an np.ndarray of plain "
             "numbers"
         )
-    return f"is of type {kind}, which is not an array: {_CURES[role]}"
+    return f"is of type {kind}, which is not an array: {_CURES.get(role, _RETURN)}"

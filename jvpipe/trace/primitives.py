@@ -94,7 +94,11 @@ def is_heavy(eqn: JaxprEqn) -> bool:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Returns the floating-point operations of the products and convolutions in an equation."""
+    """Returns the floating-point operations of the products and convolutions in an equation.
+
+    The body of a scan counts once per round. The bodies of a while loop count once, because it is
+    not known how many rounds it has. The largest branch of a cond counts, the others do not.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (lhs_contracting, _), _ = params["dimension_numbers"]
@@ -107,6 +111,7 @@ def flops(eqn: JaxprEqn) -> int:
         out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
         out = _jax.aval(eqn.outvars[0]).shape
         return 2 * math.prod(out) * math.prod(kernel) // max(out_features, 1)
-    inner_eqns = chain.from_iterable(body.eqns for body in _jax.inner_jaxprs(eqn))
-    inner = sum(map(flops, inner_eqns))
-    return inner * params.get("length", 1) if name == "scan" else inner
+    bodies = [sum(map(flops, body.eqns)) for body in _jax.inner_jaxprs(eqn)]
+    if name == "cond":
+        return max(bodies)
+    return sum(bodies) * (params["length"] if name == "scan" else 1)

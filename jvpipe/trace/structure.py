@@ -155,9 +155,11 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
         return "set", tuple(sorted(members, key=repr))
     if isinstance(value, float):
         return ("float", value.hex())
+    if isinstance(value, complex):  # as for floats, 0.0 and -0.0 differ
+        return ("complex", value.real.hex(), value.imag.hex())
     if not _hashable(value):
         return _Identity(value)
-    if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)):
+    if isinstance(value, (str, bytes, int, bool, type(None), Collection)):
         return (type(value).__name__, value)
     # Functions, and objects that do not define equality, are only equal to themselves.
     compares = type(value).__eq__ is not object.__eq__ and not callable(value)

@@ -4,7 +4,7 @@ Numbers may be Python's or NumPy's.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,7 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     >>> checked_frozen("frozen", ["base/*"])
     ('base/*',)
     """
-    # A single text is refused, because it would pass as a sequence of one-letter patterns.
-    values = () if frozen is None else frozen
-    patterns = None if isinstance(values, str) else several(values)
+    patterns = several(() if frozen is None else frozen)
     if patterns is None or not all(isinstance(x, str) and x for x in patterns):
         raise ValueError(
             f"{name} must be patterns of the paths of parameters, such as ['base/*'], "
@@ -78,6 +76,16 @@ def checked_path(name: str, path: Any) -> Path:
     if max(map(len, names), default=0) > _LONGEST_NAME:
         raise ValueError(f"{name} has a name of more than {_LONGEST_NAME} bytes: {brief(text)}")
     return Path(text)
+
+
+def shown_path(path: Path) -> str:
+    r"""Writes a path for a message: as it is, or with escapes if it has line breaks.
+
+    >>> shown_path(Path("a/b")), shown_path(Path("a\nb"))
+    ('a/b', "'a\\nb'")
+    """
+    text = str(path)
+    return text if text.isprintable() else repr(text)
 
 
 def checked_address(name: str, address: str) -> tuple[str, int]:
@@ -125,10 +133,13 @@ def is_whole(value: Any) -> bool:
 def several(values: Any) -> list[Any] | None:
     """Returns a list of the values if there are several; None if `values` is a single value.
 
-    >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several(2)
+    A text, bytes or a mapping is a single value, although it can be iterated over.
+
+    >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several({2: 1})
     ([2, 1], [np.int64(2), np.int64(1)], None, None)
     """
-    return list(values) if is_stream(values) else None
+    is_single = isinstance(values, str | bytes | Mapping)
+    return list(values) if is_stream(values) and not is_single else None
 
 
 def is_stream(values: Any) -> bool:
@@ -156,8 +167,7 @@ def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
     Traceback (most recent call last):
     ValueError: devices must be whole numbers, such as (0, 1), not [0, 0.5]
     """
-    is_text = isinstance(values, str | bytes)
-    numbers = None if is_text else several(values)
+    numbers = several(values)
     if numbers is None or not all(map(is_whole, numbers)):
         raise ValueError(f"{what} must be whole numbers, such as (0, 1), not {brief(values)}")
     return tuple(map(int, numbers))

@@ -23,7 +23,7 @@ def parse_bytes(size: int | str | None) -> int | None:
     """Returns the bytes that a number or a text such as "16GiB" stands for; None for None.
 
     Raises:
-        ValueError: `size` is not a size, is not positive, or is more than `MOST_BYTES`.
+        ValueError: `size` is not a size, is below one byte, or is more than `MOST_BYTES`.
 
     >>> parse_bytes("1.5 GiB"), parse_bytes(1000), parse_bytes(None)
     (1610612736, 1000, None)
@@ -35,12 +35,12 @@ def parse_bytes(size: int | str | None) -> int | None:
         return size
     match = _SIZE.fullmatch(str(size))
     unit_bytes = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit_bytes is None or float(match[1]) <= 0:
+    size_bytes = float(match[1]) * unit_bytes if match and unit_bytes else 0
+    if size_bytes < 1:
         raise ValueError(
             f"memory limit {brief(size)} is not a size: write bytes, or a text such as '16GiB' "
             "or '500MiB'"
         )
-    size_bytes = float(match[1]) * unit_bytes
     if size_bytes > MOST_BYTES:
         raise ValueError(
             f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: "
@@ -114,8 +114,9 @@ def format_bytes(size: int) -> str:
     """
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            digits = 0 if unit == "B" else 2
+        digits = 0 if unit == "B" else 2
+        # Rounded first: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
+        if round(value, digits) < 1024:
             return f"{value:.{digits}f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"

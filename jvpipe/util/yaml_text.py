@@ -13,8 +13,8 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
     r"""Reads a YAML document; returns its value, and the line of each name at the top level.
 
     Raises:
-        ValueError: the text is not YAML, or a mapping has a name twice or a name that is not a
-            text. The message has the line, if the parser reports it.
+        ValueError: the text is not YAML, nests too deeply, or a mapping has a name twice or a name
+            that is not a text. The message has the line, if the parser reports it.
 
     >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
     ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})
@@ -45,6 +45,8 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
         loader = Loader(content)
         top = loader.get_single_node()
         value = None if top is None else loader.construct_document(top)
+    except RecursionError as problem:
+        raise ValueError("this YAML is nested too deeply") from problem
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark
         where = f"line {mark.line + 1}: " if mark else ""

@@ -89,6 +89,7 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         ("a.yml", "stages: 2\nbatchsize: 3", "line 2: unknown option 'batchsize': did you mean"),
         ("a.yaml", "\nstages: 1.5", "line 2: stages is 1.5, but must be a whole number"),
         ("a.yaml", "stages: [2", "line 1: expected"),
+        ("a.yaml", "a: " + "[" * 3000, "cannot be read: this YAML is nested too deeply"),
         ("a.yaml", "- 2", "must be a mapping from option names to values, not list"),
         ("a.yaml", "model: !!python/object:os.system x", "line 1: could not determine"),
         ("a.json", '{"seed": null}', "seed is None"),

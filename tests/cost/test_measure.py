@@ -1,5 +1,7 @@
 """Measuring: each distinct program once, and a table like that of the estimate."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -100,6 +102,22 @@ def test_layers_are_timed_as_if_all_devices_were_busy() -> None:
     )
     assert [layer.forward_s for layer in alone.layers] == [run.seconds for run in runs]
     assert [layer.forward_s for layer in beside.layers] == [100 * run.processor_s for run in runs]
+
+
+def test_what_is_estimated_is_as_slow_beside_busy_devices_as_what_is_measured() -> None:
+    model, store, device = traced("mlp"), shared_store(), jax.devices()[0]
+    known = {}
+    measured_costs(model, device, store, fates=False, earlier=known)
+    del known[forward_program(layer_programs(store, model)[0]).key]
+    known = {key: replace(run, processor_s=run.seconds) for key, run in known.items()}
+    alone, beside = (
+        measured_costs(
+            model, device, store, fates=False, earlier=known, room_bytes=0, devices_per_core=busy
+        )
+        for busy in (0.0, 3.0)
+    )
+    for a, b in zip(alone.layers, beside.layers, strict=True):
+        assert b.forward_s == pytest.approx(3 * a.forward_s)
 
 
 def test_halves_of_backwards_are_measured_if_somebody_asks() -> None:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jvpipe.cost.utilization import ideal_s
+from jvpipe.cost.utilization import ideal_s, product_flops
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
+from jvpipe.trace.primitives import flops
 
 N, BLOCKS, MICRO = 64, 3, 4
 FORWARD = 2 * N**3 * BLOCKS
@@ -41,6 +42,20 @@ def inside_a_loop(weights: Any, x: Any, rng: Any) -> Any:
 @pytest.mark.parametrize("loss_fn", [unrolled, scanned, inside_a_loop])
 def test_a_product_counts_three_times_for_each_micro_batch(loss_fn: Any) -> None:
     assert ideal_s(traced(loss_fn), MICRO, [H100]) == pytest.approx(3 * MICRO * FORWARD / F32)
+
+
+def test_one_branch_counts_and_one_round_of_a_while_loop() -> None:
+    def branch(x: jax.Array) -> Any:
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    def loop(x: jax.Array) -> Any:
+        return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ x, x)
+
+    x = jax.ShapeDtypeStruct((N, N), jnp.float32)
+    for function, products in ((branch, 2), (loop, 1)):
+        (*_, eqn) = jax.make_jaxpr(function)(x).eqns
+        assert product_flops([eqn]) == {"float32": products * 2 * N**3}
+        assert flops(eqn) == products * 2 * N**3
 
 
 def test_devices_share_the_work_at_the_peak_of_its_type() -> None:

@@ -154,6 +154,8 @@ def test_aux_is_the_same_for_every_cut_and_schedule() -> None:
             {"aux_reduce": {"largest": "min"}},
             "aux_reduce has 'min' for 'largest': use one of 'mean', 'sum', 'max'",
         ),
+        ({"aux_reduce": {"\u00e9\n": "max"}}, r"aux_reduce pattern '\u00e9\\n' matches no leaf"),
+        ({"aux_reduce": {"\u00e9\n": "min"}}, r"aux_reduce has 'min' for '\u00e9\\n': use one of"),
         ({"aux_reduce": "max"}, "aux_reduce must map paths to reductions, such as .* not 'max'"),
         ({"aux_reduce": {"largest": "max"}, "has_aux": False}, "say has_aux=True"),
         ({"model_state_reduce": {"a": "max"}}, "one of 'mean', 'sum', 'same'"),
@@ -358,7 +360,7 @@ def test_what_the_user_says_of_state_must_fit_it() -> None:
             {"n": "mean", "any": "same"},
             "says 'mean' for 'n', which is of type int32: choose 'sum', 'same'",
         ),
-        ({"n": "sum", "any": "sum"}, "says 'sum' of 'any', which is of type bool: say 'same'"),
+        ({"n": "sum", "any": "sum"}, "says 'sum' for 'any', which is of type bool: choose 'same'"),
         ({"m": "sum"}, "model_state_reduce pattern 'm' matches no leaf: there are 'any', 'n'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,6 +12,8 @@ from jvpipe import Forecast, models, plan_for
 from jvpipe.cli.plan_command import main
 from jvpipe.exports.beside import judged
 from jvpipe.exports.formats import FORMATS, find_format
+from jvpipe.exports.stack import stack_of
+from jvpipe.ir.outline import LayerOutline, Outline, block_of
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import lists_of
@@ -77,6 +79,15 @@ def test_jaxpp_is_told_marks_and_an_order() -> None:
     assert "'2F0 2I0 " in text
     assert "ORDER = ['0F0 0F1 0F2 0I0 0W0 " in text  # the first stage's backward is whole
     compile(text, "plan.py", "exec")
+
+
+@pytest.mark.parametrize("path", ["model/{}/{}/w", "model/{}_{}/w"])
+def test_an_encoder_and_a_decoder_in_one_module_are_two_stacks(path: str) -> None:
+    paths = [path.format(part, k) for part in ("encoder", "decoder") for k in range(2)]
+    layers = tuple(LayerOutline(each, block_of(each), (), (), 100) for each in paths)
+    with pytest.raises(ValueError, match=r"a head: it has model/encoder, model/decoder$"):
+        stack_of(Outline(layers, 4))
+    assert stack_of(Outline(layers, 4), strict=False).starts == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -34,18 +34,32 @@ def test_stages_may_share_a_device() -> None:
     plan.check(layers=3, devices=2)
 
 
-@pytest.mark.parametrize("cuts", [[], [2, 0], [3, -1]])
-def test_a_stage_needs_a_layer(cuts: list) -> None:
+@pytest.mark.parametrize("cuts", [[], [2, 0], [3, -1], {1: 2}, b"1f1b", "12"])
+def test_a_stage_needs_a_layer(cuts: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"every stage needs at least one layer, but the cuts are \["
+        ValueError, match=r"every stage needs at least one layer, but the cuts are [\[{b']"
     ):
         Plan.from_cuts(cuts)
 
 
-@pytest.mark.parametrize("devices", [2, [0, 0.5], [0, None], [(0, True), 1], ["0", 1]])
+@pytest.mark.parametrize(
+    "devices", [2, {0: 1, 1: 0}, [0, 0.5], [0, None], [(0, True), 1], ["0", 1]]
+)
 def test_devices_are_whole_numbers(devices: Any) -> None:
     with pytest.raises(ValueError, match=r"devices (of stage [01] )?must be"):
         Plan.from_cuts([1, 1], devices)
+
+
+@pytest.mark.parametrize("stages", [(), (Stage((0,), ()),)])
+def test_a_plan_without_devices_counts_none(stages: tuple[Stage, ...]) -> None:
+    with pytest.raises(ValueError, match="have no devices: give at least one stage"):
+        _ = Plan(stages).device_count
+
+
+@pytest.mark.parametrize("stages", [[], {"0": 1}])
+def test_a_plan_is_read_with_a_stage(stages: Any) -> None:
+    with pytest.raises(ValueError, match="stages must be a list of at least one stage, not "):
+        Plan.from_json({"stages": stages, "schedule": None, "planner": "me"})
 
 
 def test_no_plan_has_so_many_layers() -> None:
@@ -155,3 +169,11 @@ def test_a_wrong_plan_says_what_is_wrong(plan: Plan, message: str) -> None:
     GOOD.check(layers=4, devices=2)
     with pytest.raises(ValueError, match=message):
         plan.check(layers=4, devices=2)
+
+
+def test_a_path_with_a_line_break_is_told_in_one_line(tmp_path: Path) -> None:
+    for file in (tmp_path / "\u00e9\n", tmp_path):
+        with pytest.raises(ValueError, match="cannot be read: ") as refused:
+            Plan.load(file)
+        assert "\n" not in str(refused.value)
+        assert repr(str(file))[1:-1] in str(refused.value)

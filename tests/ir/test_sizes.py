@@ -1,5 +1,7 @@
 """Sizes in bytes, as people write them."""
 
+from typing import Any
+
 import pytest
 
 from jvpipe.util.sizes import format_bytes, parse_bytes
@@ -23,8 +25,14 @@ def test_sizes_are_read(text: str | int | None, size: int | None) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "16 giga", "-1GiB", "0", 0, -5, True, "1e9", "\u0661"])
-def test_what_is_no_size_is_refused(text: str | int) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", "GiB", "16 giga", "-1GiB", "0", 0, -5, True, "1e9", "\u0661"],
+        *["0.5", "0.9B", "0.0005KiB", 0.5],
+    ],
+)
+def test_what_is_no_size_is_refused(text: Any) -> None:
     with pytest.raises(
         ValueError, match=r"is not a size: write bytes, or a text such as '16GiB' or '500MiB'"
     ):
@@ -37,6 +45,9 @@ def test_what_is_no_size_is_refused(text: str | int) -> None:
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (2**30 - 1, "1.00 GiB"),
+        (2**20 - 6, "1023.99 KiB"),
         (5 * 2**20, "5.00 MiB"),
         (2**41, "2048.00 GiB"),
     ],

@@ -7,12 +7,13 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
+from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.papers.dapple_policies import append_first, fresh_first, scatter_first
 from jvpipe.papers.dapple_replicas import dapple_replicas, plan_latency_s
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
 from tests.papers.test_dapple import latency
-from tests.planners.joint.shapes import GPU, chain, layer, shapes_of, stages_of
+from tests.planners.joint.shapes import GPU, chain, flat, layer, shapes_of, stages_of
 from tests.planners.joint.shapes import step_s as simulated_s
 
 TWO = Cluster("two", GPU, 2, 2, peer=Link(200.0), network=Link(20.0))
@@ -157,3 +158,19 @@ def test_stages_with_large_activations_and_few_parameters_are_scattered() -> Non
     path = dapple_replicas(LocalSegments(shapes), 4)
     assert path is not None
     assert path[0].places == ((0, 2), (1, 3))
+
+
+def test_the_last_stage_may_have_a_number_of_devices_that_no_other_may() -> None:
+    """Of 17 devices other stages take an even number, so that an odd one is left.
+
+    The second layer is fast on shares of three examples, for which 15 devices suffice.
+    """
+    batches, heavy_s = (3, 4, 45), (0.3, 3.0, 20.0)
+    every = tuple(
+        chain([layer(0.016), layer(forward_s)], [0], size).costs[0]
+        for size, forward_s in zip(batches, heavy_s, strict=True)
+    )
+    shapes = shapes_of(LocalCosts(batches, every), flat(17, 1e6), 450)
+    path = dapple_replicas(LocalSegments(shapes), 45)
+    assert path is not None
+    assert (path[0].replicas, path[1]) == ((2, 15), (0, 1, 2))

@@ -196,7 +196,7 @@ def test_what_is_wrong_is_named_with_its_line_and_field(
         ('{"maxFPGAs": 1}', "g.json, line 1: the field maxSizePerFPGA is missing"),
         (
             '{"maxSizePerFPGA": 1, "maxFPGAs": 1, "nodes": {}}',
-            "g.json, line 1: the field nodes must be a list",
+            r"g.json, line 1: the field nodes is \{\}: it must be a list",
         ),
         ('{"a": 1,\n"a": 2}', "g.json, line 1: the field a appears twice"),
         ("[" * 10**5, "g.json, line 1: this JSON is nested too deeply"),

@@ -102,3 +102,15 @@ def test_an_optimizer_that_needs_more_than_gradients_is_refused_with_the_reason(
     hungry = optax.GradientTransformationExtraArgs(lambda params: (), update)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="passes only gradients, state and parameters"):
         trace_optimizer(hungry, [SHAPE], [1], 1, grad_norm=False)
+
+
+@pytest.mark.parametrize("result", ["text", 10**30])
+def test_a_result_of_an_optimizer_is_an_array(result: Any) -> None:
+    refused = r"result of the optimizer '%s' is .*(not an array|no device can hold)"
+    begun = optax.GradientTransformation(lambda params: (result,), optax.identity().update)
+    with pytest.raises(ValueError, match=refused % "0"):
+        trace_optimizer(begun, [SHAPE], [1], 1, grad_norm=False)
+    with pytest.raises(ValueError, match=refused % "1"):
+        traced(lambda updates, state, params=None: (updates, result))
+    with pytest.raises(ValueError, match=refused % "0/0"):
+        traced(lambda updates, state, params=None: ([result], state))

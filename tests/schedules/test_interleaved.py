@@ -120,6 +120,8 @@ def test_bad_options_are_refused() -> None:
         ValueError, match="each of late must be a whole number of at least 0, not -1"
     ):
         ZBH1(late=[-1, 0])
+    with pytest.raises(ValueError, match=r"late must be whole numbers, .* not \{0: 1\}"):
+        ZBH1(late={0: 1})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunks must be a whole number of at least 1, not 0"):
         Interleaved(chunks=0)
     with pytest.raises(

@@ -51,6 +51,13 @@ def test_where_each_device_has_as_much_to_do_all_of_them_are_busy(
     assert max(ends.values()) <= 3.0 * (count + sum(replicas))
 
 
+@pytest.mark.parametrize("replicas", [(4, 1, 1), (2, 1, 4), (1, 2, 2)])
+def test_what_is_held_is_that_of_a_full_stream(replicas: tuple[int, ...]) -> None:
+    plan = Plan.from_cuts([1, 1, 1], [range(10 * s, 10 * s + r) for s, r in enumerate(replicas)])
+    schedule = taking_turns(PipeDream(update_every=4), plan)
+    assert schedule.in_flight(3, 4) == schedule.in_flight(3, 64) == RoundRobin(replicas).in_flight
+
+
 def test_updates_need_a_backward_of_each_device() -> None:
     for schedule, micro, why in (
         (

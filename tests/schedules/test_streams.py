@@ -2,6 +2,10 @@
 refuse.
 """
 
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 
 from jvpipe.ir.task import text
@@ -62,6 +66,13 @@ def test_rules_say_what_a_forward_and_a_backward_read() -> None:
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_last_stage_neither_predicts_nor_corrects(stages: int) -> None:
     assert PipeMare().versions(stages - 1, stages) == XPipe().versions(stages - 1, stages) == 1
+
+
+@pytest.mark.parametrize("decay", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
+def test_a_decay_is_any_real_number(decay: Any) -> None:
+    assert PipeMare(decay=decay).options == PipeMare(decay=0.5).options
+    with pytest.raises(ValueError, match="decay must lie between 0 and 1, not be "):
+        PipeMare(decay=2 * decay)
 
 
 def test_options_are_named_where_they_are_refused() -> None:

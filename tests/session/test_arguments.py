@@ -105,6 +105,7 @@ def refused(call: Any, message: str) -> None:
             {"replicas": np.array(2)},
             r"replicas must be the devices of each stage, .*, not array\(2\)",
         ),
+        ({"replicas": {1: 2}}, r"replicas must be the devices of each stage.*, not \{1: 2\}"),
         ({"remeasure": "no"}, "remeasure must be True or False, not 'no'"),
         ({"optimizer": optax.sgd(0.1)._replace(update=None)}, "must be an optax transformation"),
         ({"checkpoint": True}, "checkpoint must be a name such as 'always', not True"),

@@ -204,6 +204,23 @@ def test_what_was_refused_is_not_asked_for_again() -> None:
     assert [trigger.observe(plan, seen) for _ in range(10)] == [None] * 10
 
 
+def in_a_loop(*cuts: int) -> Plan:
+    """Two devices with two stages each."""
+    return Plan.from_cuts(cuts).on([(0,), (1,), (0,), (1,)])
+
+
+def test_devices_of_several_stages_are_as_slow_as_their_stages_together() -> None:
+    trigger, seen = Trigger([1.0] * 8, MICRO, synchronous=True), Seen([1.0] * 8, [0.0] * 4)
+    assert [trigger.observe(in_a_loop(3, 1, 1, 3), seen) for _ in range(6)] == [None] * 6
+    trigger, layer_s = Trigger([1.0] * 8, MICRO, synchronous=True), [1.0, 1.0, 2.0, 2.0] * 2
+    every = [trigger.observe(in_a_loop(2, 2, 2, 2), Seen(layer_s, [0.0] * 4)) for _ in range(3)]
+    found = every[-1]
+    assert found
+    assert found.cuts == (3, 1, 3, 1)
+    # two stages per device: the slowest device M - 1/2 times, and half of all stages
+    assert found.gain_s == pytest.approx(3.5 * (8 - 6) + (12 - 10) / 2)
+
+
 def test_a_step_in_which_not_every_layer_ran_says_nothing() -> None:
     trigger, plan = Trigger([1.0] * 2, MICRO, synchronous=True), Plan.from_cuts([1, 1])
     assert [trigger.observe(plan, Seen([1.0, 0.0], [0.0, 0.0])) for _ in range(10)] == [None] * 10

@@ -30,6 +30,11 @@ def shape_of(fn: Callable, *args: Any) -> Any:
     )
 
 
+def test_zeros_are_told_apart_by_their_signs() -> None:
+    for one, other in ((0.0, -0.0), (0j, complex(0.0, -0.0)), (0j, complex(-0.0, 0.0))):
+        assert comparable(one) == comparable(one) != comparable(other)
+
+
 def test_calls_are_inlined() -> None:
     @jax.checkpoint
     def block(x: jax.Array) -> jax.Array:

@@ -146,6 +146,10 @@ def test_no_gradient_flows_for_frozen_parameters_alone() -> None:
             lambda p, x, r: jax.lax.stop_gradient(good(p, x, r)),
             "depends on no parameter: there is nothing to train",
         ),
+        (
+            lambda p, x, r: Weighted(good(p, x, r), 10**30),
+            "part of the loss 'weight' is the number 10{30}, which no device can hold",
+        ),
         (lambda p, x, r: Weighted(good(p, x, r), x), r"must be a scalar, not of shape \(2, 3\)"),
         (
             lambda p, x, r: Weighted(good(p, x, r), jnp.sum(p["block"][0]["w"])),

@@ -45,6 +45,15 @@ def count(x: jax.Array) -> jax.Array:
     return jnp.sum(x > 0).astype(jnp.float32)
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """A count in a type that rounds counts above 256."""
+    return count(x).astype(jnp.bfloat16)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
 FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "each": (lambda x: jnp.tanh(x), Over.ALONG),
     "none": (lambda x: jnp.arange(3.0), Over.NONE),
@@ -78,6 +87,18 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "over weights or one": (
         lambda x: 2 * jnp.sum(x) / jnp.maximum(jnp.sum(x * x), 1.0) * jnp.sum(x * x),
         Over.MIXED,
+    ),
+    "over rounded items": (
+        lambda x: jnp.sum(x) / wide(rounded(x)) * count(x),
+        Over.MIXED,
+    ),
+    "over rounded items, times them": (
+        lambda x: jnp.sum(x) / wide(rounded(x)) * wide(rounded(x)),
+        Over.SUM,
+    ),
+    "over rounded items or one": (
+        lambda x: jnp.sum(x) / wide(jnp.maximum(rounded(x), 1)) * wide(rounded(x)),
+        Over.SUM,
     ),
     "over more than one": (lambda x: jnp.sum(x) / jnp.maximum(count(x), 2) * count(x), Over.MIXED),
     "over other items": (

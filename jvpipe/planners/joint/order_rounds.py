@@ -72,11 +72,8 @@ class _DeviceRounds:
         return len(self.ends_s[kind])
 
     def ended_s(self, kind: Kind, m: int) -> float:
-        """Returns when a task ended; 0 if it has not run.
-
-        A device that runs all forwards first may ask for forwards that have not run.
-        """
-        return self.ends_s[kind][m] if m < self.done(kind) else 0.0
+        """Returns when a task ended, which must have run."""
+        return self.ends_s[kind][m]
 
 
 class Rounds:
@@ -121,8 +118,8 @@ class Rounds:
     def _before_backward(self) -> list[int]:
         """Counts for each device the forwards after its first one and before its first backward.
 
-        A device that does not run all forwards first takes fewer than the device before, which
-        makes its inputs. It takes none if the device before takes none.
+        Unless the device before, which makes its inputs, runs all forwards first, a device takes
+        fewer than that one. It takes none if the device before takes none.
         """
         loads = self._loads
         more = [0] * self._count
@@ -147,7 +144,7 @@ class Rounds:
             ready_s = max(end_s, arrives_s) + backward_s
         # A device cannot be as far ahead as the device that makes its inputs.
         for s in range(1, self._count):
-            if 1 + more[s] < loads.microbatches:
+            if 1 + more[s - 1] < loads.microbatches:
                 fewer = max(0, more[s - 1] - 1)
                 more[s] = min(more[s], fewer)
         return more

@@ -122,7 +122,8 @@ class RoughStages:
         # between devices.
         apart = (
             group.replicas,
-            group.receives,
+            problem.link_into(s),
+            problem.link_out_of(s),
             group.reduces,
             group.slowness,
             group.less_bytes,

@@ -99,10 +99,11 @@ def balanced(
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     """Finds the bounds whose longest stage takes the least time; later stages are filled first.
 
-    The least time is found by halving an interval. To try a time, the stages are filled up to it
-    from the last stage to the first; the time suffices if all layers are placed. Filling finds such
-    bounds whenever there are any: if a stage took fewer layers than it can, an earlier stage would
-    only become longer.
+    The least time is found by halving an interval. To try a time, the cuts at which stages can end
+    are found, from the first stage to the last. A cut follows the nearest possible cut before it,
+    because a farther one would only make the stage longer. The stage may take the time tried. A
+    stage of one layer may also take what the slowest layer takes where it is fastest, because the
+    longest stage takes that in any case.
 
     Args:
         totals: for each stage, the seconds of all layers before each cut on the stage's device.
@@ -110,26 +111,37 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     Returns:
         The indices of the bounds among the cuts.
     """
-    stages = len(totals)
-    last = totals.shape[1] - 1
+    stages, count = totals.shape
+    index = np.arange(count)
+    least_s = float(np.diff(totals).min(0).max())
 
-    def filled(longest_s: float) -> list[int]:
-        bounds = [last]
+    def filled(longest_s: float) -> list[int] | None:
+        ends = [index == 0]  # for each number of stages, whether they can end at a cut
+        for s in range(stages):
+            begins = np.maximum.accumulate(np.where(ends[s], index, -1))[:-1]
+            allowed_s = np.where(begins == index[:-1], max(longest_s, least_s), longest_s)
+            fits = (begins >= 0) & (totals[s, 1:] - totals[s, begins] <= allowed_s)
+            ends.append(np.append(False, fits))
+        if not ends[-1][-1]:
+            return None
+        bounds = [count - 1]
         for s in reversed(range(stages)):
             end = bounds[-1]
-            begin_s = totals[s, end] - longest_s
-            begin = int(np.searchsorted(totals[s], begin_s))
-            # This stage has at least one layer, and at least one is left for each stage before it.
-            bounds.append(min(max(begin, s), end - 1))
+            fits = ends[s][:end] & (totals[s, end] - totals[s, :end] <= longest_s)
+            # If the stage would take too long from any cut, it is one layer.
+            bounds.append(int(fits.argmax()) if fits.any() else end - 1)
         return bounds[::-1]
 
     low = 0.0
     # Halving is correct because a time suffices if any shorter time does.
     high = float(totals[:, -1].max())
+    best = filled(high)
     while high - low > _EQUAL_S * high:
         middle = (low + high) / 2
-        if filled(middle)[0] == 0:
-            high = middle
-        else:
+        bounds = filled(middle)
+        if bounds is None:
             low = middle
-    return filled(high)
+        else:
+            high, best = middle, bounds
+    assert best is not None, "there are at least as many layers as stages"
+    return best

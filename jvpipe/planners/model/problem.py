@@ -218,15 +218,23 @@ class Problem:
 
         Each group has the link from the place before it (`receives`). In a vee the second
         half of the stages goes back along the places. The receiving place is then the one
-        before the sending place, so the link between them is that of the sending group.
+        before the sending place, so the link between them is that of the sending group. At the
+        turn of a vee, both stages have the same devices, so that what is received takes no time.
+        To keep it simple, this includes values of earlier stages, as in the simulator.
         """
         if s == 0:
             return self.peer
         sender = self.schedule.device_of(s - 1, self.devices)
         receiver = self.schedule.device_of(s, self.devices)
+        if sender == receiver:
+            return INFINITE
         goes_back = sender == receiver + 1
         link = self.at_places[sender if goes_back else receiver].receives
         return self.peer if link is None else link
+
+    def link_out_of(self, s: int) -> Link:
+        """Returns the link over which a stage sends values and gets cotangents back."""
+        return self.link_into(s + 1) if s + 1 < self.stages else self.peer
 
     def limit_of(self, device: int) -> int | None:
         """Returns the bytes that each device at a place may hold; None: no limit."""

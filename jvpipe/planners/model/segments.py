@@ -293,15 +293,19 @@ class Segments:
         crossings = self._crossings
         received = crossings.received(starts, ends)
         returned = crossings.returned(starts, ends)
-        transit = received + returned + crossings.sent(starts, ends)
+        arriving = received + returned
+        sent = crossings.sent(starts, ends)
         peer = self.problem.link_into(s)
-        traffic_s = np.zeros_like(transit)
-        if self.problem.peer_uses_host:
-            traffic_s = link_seconds(peer, transit)
+        onward = self.problem.link_out_of(s)
+        traffic_s = np.zeros_like(sent)
+        if self.problem.peer_uses_host and onward == peer:
+            traffic_s = link_seconds(peer, arriving + sent)
+        elif self.problem.peer_uses_host:
+            traffic_s = link_seconds(peer, arriving) + link_seconds(onward, sent)
         fixed_bytes = self.fixed_bytes(s, starts, ends)
         shared_bytes = self._tensors.over(starts, ends)
         once_s = self._updates_s(s, starts, ends)
-        reducing_bytes = np.zeros_like(transit)
+        reducing_bytes = np.zeros_like(sent)
         group = self.problem.group(s)
         if group.replicas > 1:
             once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)

@@ -146,9 +146,12 @@ def stage_cost(
         input_s = sum((half for half, _ in halves), 0.0)
         weight_s = sum((half for _, half in halves), 0.0)
     swap_s = 2 * problem.host.seconds(held_bytes.swapped)
+    onward = problem.link_out_of(s)
     traffic_s = 0.0
-    if problem.peer_uses_host:
+    if problem.peer_uses_host and onward == peer:
         traffic_s = peer.seconds(received + returned + sent)
+    elif problem.peer_uses_host:
+        traffic_s = peer.seconds(received + returned) + onward.seconds(sent)
     reduce_s = 0.0
     if group.replicas > 1:
         reduce_s = _reduce_s(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision, Group, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.schedule import Schedule
 
@@ -50,9 +50,14 @@ def unfolded(problem: Problem) -> Problem:
     """
     name = f"{problem.schedule.name}, unfolded"
     costs = replace(problem.costs, together=problem.together)
-    groups = tuple(problem.groups[place] for place in problem.places) if problem.groups else ()
+    links = [problem.link_into(s) for s in range(problem.stages)]
+    groups = list[Group]()
+    # Devices that are alike need no groups, unless the links between them differ.
+    if problem.groups or any(link != problem.peer for link in links):
+        for place, link in zip(problem.places, links, strict=True):
+            groups.append(replace(problem.at_places[place], receives=link))
     schedule = Schedule(name=name, lists=UnfoldedLists(problem.schedule))
-    return replace(problem, costs=costs, schedule=schedule, groups=groups)
+    return replace(problem, costs=costs, schedule=schedule, groups=tuple(groups))
 
 
 def with_budget(apart: Problem, limit: int, budget: int) -> Problem:

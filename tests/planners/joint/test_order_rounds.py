@@ -91,6 +91,18 @@ def test_no_order_holds_more_than_there_is_room_for(seed: int) -> None:
     assert found >= 16, "of one micro-batch there is room with any rule"
 
 
+@pytest.mark.parametrize("microbatches", [2, 3, 5])
+def test_a_device_with_room_for_all_waits_for_one_with_room_for_few(microbatches: int) -> None:
+    problem = replace(drawn(1), microbatches=microbatches, peer=INFINITE)
+    loads = loads_of(problem)
+    rooms = [kept * (100 if d else 1) for d, kept in enumerate(loads.kept_bytes)]
+    for rule in RULES:
+        rounds = Rounds(loads, rooms, rule)
+        assert rounds.order is not None
+        step_s = max(device.end_s for device in rounds._devices)
+        assert step_s == pytest.approx(Course(loads, rounds.order).step_s)
+
+
 def published(limit: int | None) -> Problem:
     """Eight devices of a block each: F, I and W of 10 s, and a send of 8 s."""
     first = LayerCost("embed", 0.0, 0.0, (Option(0),), split=SplitCost(0.0, 0.0))

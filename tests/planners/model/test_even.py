@@ -1,13 +1,15 @@
 """Even cuts: of layers, give or take one, and of seconds."""
 
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
-from jvpipe.planners.model.even import balanced, even, even_counts
+from jvpipe.planners.model.even import _least_longest, balanced, even, even_counts
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import check
 from jvpipe.schedules import find_schedule
@@ -61,3 +63,26 @@ def test_one_stage_per_device_is_balanced_as_well_as_any(seed: int) -> None:
 
     every = [(0, *inner, 9) for inner in combinations(range(1, 9), 2)]
     assert slowest(balanced(problem, np.arange(10), layer_s)) == min(map(slowest, every))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 4), st.data())
+def test_no_bounds_on_unlike_devices_have_a_shorter_longest_stage(
+    stages: int, more: int, data: st.DataObject
+) -> None:
+    n = stages + more
+    seconds = st.lists(st.sampled_from([0.5, 1.0, 3.0, 10.0]), min_size=n, max_size=n)
+    device_s = np.array([data.draw(seconds) for _ in range(stages)])
+    totals = np.pad(device_s.cumsum(1), ((0, 0), (1, 0)))
+
+    def longest_s(bounds: Sequence[int]) -> float:
+        spans = enumerate(pairwise(bounds))
+        return max(float(totals[s, j] - totals[s, i]) for s, (i, j) in spans)
+
+    every = [(0, *inner, n) for inner in combinations(range(1, n), stages - 1)]
+    assert longest_s(_least_longest(totals)) == min(map(longest_s, every))
+
+
+def test_a_slow_device_is_left_a_light_layer() -> None:
+    totals = np.array([[0, 1, 2, 12, 13], [0, 5, 10, 60, 65], [0, 1, 2, 12, 13]], dtype=float)
+    assert _least_longest(totals) == [0, 1, 2, 4]

@@ -4,24 +4,30 @@ hold per device.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
+from jvpipe.cost.hardware import Link
+from jvpipe.papers.kept_stages import KeptStages
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.model.stage_simulation import (
     forecast,
     simulated_bubble_fraction,
     simulated_step_s,
 )
+from jvpipe.planners.model.unfolded import unfolded
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule
 from tests.grid import grid
+from tests.planners.small import chain
 
 FAMILIES = [
     *(find_schedule(name) for name in ("interleaved", "zb-h1", "zb-v", "v-half")),
@@ -135,3 +141,41 @@ def test_a_planner_that_looks_at_no_limit_answers_as_without_one(schedule: Sched
     for planner in ("even", "torchgpipe", "gpipe"):
         decide = find_planner(planner).decide
         assert decide(replace(problem, memory_limit_bytes=10)) == decide(problem)
+
+
+def on_links(schedule: str) -> Problem:
+    """Six layers on three unlike devices; the links between them carry 2 and 1 bytes a second."""
+    problem = chain([layer()] * 6, 6, 4, schedule, peer=Link(4.0))
+    apart = problem.told_apart([(), (2.0,) * 6, (3.0,) * 6], [])
+    links = [Link(9.0), Link(2.0), Link(1.0)]
+    groups = [replace(x, receives=y) for x, y in zip(apart.groups, links, strict=True)]
+    return replace(apart, groups=tuple(groups))
+
+
+def test_at_the_turn_of_a_vee_nothing_is_sent() -> None:
+    problem = chain([layer()] * 6, 6, 4, "zb-v", peer=Link(2.0, 1.0))
+    stages = evaluate_decision(problem, Decision.keeping_all(range(7))).stages
+    assert [stage.comm_s for stage in stages] == [0, 3, 3, 0, 3, 3]
+    assert [stage.link_s for stage in stages] == [2, 3, 2, 2, 3, 2], "copies of both directions"
+    segments, ends = Segments(problem), np.arange(7)
+    for s, stage in enumerate(stages):
+        block = segments.block(s, ends, ends)
+        assert (block.comm_s[s, s + 1], block.traffic_s[s, s + 1]) == (stage.comm_s, stage.link_s)
+
+
+@pytest.mark.parametrize("problem", [on_links("zb-v"), chain([layer()] * 6, 6, 4, "zb-v")])
+def test_unfolded_stages_keep_their_links(problem: Problem) -> None:
+    problem = replace(problem, peer=Link(4.0))
+    decision = Decision.keeping_all(range(7))
+    apart = unfolded(problem)
+    found, wanted = (evaluate_decision(x, decision).stages for x in (apart, problem))
+    assert [x.comm_s for x in found] == [x.comm_s for x in wanted]
+    assert [x.link_s for x in found] == [x.link_s for x in wanted]
+    kept = KeptStages(apart)
+    for s, stage in enumerate(wanted):
+        assert kept.comm_s(s)[s, s + 1] == stage.comm_s
+        assert kept.seconds(s)[s, s + 1] == stage.seconds
+
+
+def test_devices_that_are_alike_stay_so_in_a_loop() -> None:
+    assert not unfolded(chain([layer()] * 6, 6, 4, "interleaved", peer=Link(4.0))).groups

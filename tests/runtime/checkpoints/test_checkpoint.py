@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from jvpipe.runtime.state.checkpoints.checkpoint import (
+    checkpoint_extra,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.moments import copied_at_every_operation
 
 META = {"step": 1, "extra": {}}
@@ -24,6 +28,14 @@ def arrays(value: float) -> dict[str, dict[str, Any]]:
 
 def value_in(path: Path) -> float:
     return float(load_checkpoint(path)[0]["parameter"]["a/b"][0, 0])
+
+
+def test_a_folder_with_a_line_break_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"/\u00e9\\n' holds no checkpoint that jvpipe saved"):
+        checkpoint_extra(tmp_path / "\u00e9\n")
+    (tmp_path / "a\nb").touch()
+    with pytest.raises(ValueError, match=r"/a\\nb' is a file, and a checkpoint is a folder"):
+        save_checkpoint(tmp_path / "a\nb", arrays(1.0), META)
 
 
 def test_whenever_a_save_is_cut_short_the_newest_whole_one_is_restored(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from jvpipe.runtime.state.checkpoints.array_file import Arrays
 from jvpipe.runtime.state.checkpoints.generations import damage_of, read_json
 from jvpipe.runtime.state.checkpoints.meta import check_array_table, check_state
 from jvpipe.util.brief import brief
-from jvpipe.util.given import checked_path
+from jvpipe.util.given import checked_path, shown_path
 from jvpipe.util.pattern import anything, compare
 
 ARRAYS, META = "arrays.safetensors", "meta.json"
@@ -52,7 +52,7 @@ def checkpoint_folder(path: str | Path) -> Path:
     folder = Path(path).absolute()
     if folder.exists() and not folder.is_dir():
         raise ValueError(
-            f"{folder} is a file, and a checkpoint is a folder: save under another name"
+            f"{shown_path(folder)} is a file, and a checkpoint is a folder: save under another name"
         )
     return folder
 
@@ -144,7 +144,7 @@ def open_checkpoint(path: str | Path) -> Saved:
     folder = checked_path("path", path).absolute()
     generation = generations.newest(folder)
     if generation is None:
-        raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
+        raise ValueError(f"{shown_path(folder)} holds no checkpoint that jvpipe saved")
     generations.check_generation(generation, [META])
     # `Saved.check` compares the digests of the other files later: they are large, and several
     # processes divide the work.

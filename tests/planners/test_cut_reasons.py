@@ -1,0 +1,32 @@
+"""Why cuts lie where they lie."""
+
+import pytest
+
+from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.planners.cut_reasons import cut_reasons
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision
+from tests.planners.small import chain, limited
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("schedule", "devices"), [("interleaved", (0, 1, 0)), ("zb-v", (0, None, 1))]
+)
+def test_all_stages_of_a_device_share_its_limit(
+    schedule: str, devices: tuple[int | None, ...]
+) -> None:
+    """In a vee device 1 has stages 1 and 2, and keeps a layer that moves between them."""
+    layers = [LayerCost("block", 1.0, 2.0, (Option(0),), parameter_bytes=MIB)] * 8
+    problem = limited(chain(layers, 4, 4, schedule), 4 * MIB)
+    reasons = cut_reasons(problem, Decision.keeping_all((0, 2, 4, 6, 8)))
+    full = "device {} would hold 5.00 MiB with it, the limit is 4.00 MiB"
+    for device, reason in zip(devices, reasons, strict=True):
+        assert reason.endswith(full.format(device)) == (device is not None), reason
+
+
+def test_layers_that_run_again_together_may_be_separated() -> None:
+    layers = [LayerCost("block", 1.0, 2.0, (Option(4), Option(0, extra_s=1.0)))] * 6
+    problem = limited(chain(layers, 4, 4, "zb-v"), 10**6)
+    choices = (0, 0, RECOMPUTE, RECOMPUTE_CHAIN, RECOMPUTE_CHAIN, 0)
+    assert len(cut_reasons(problem, Decision((0, 1, 2, 5, 6), choices))) == 3
