@@ -1,1 +1,1 @@
-"""Writes plans in the formats of other systems and reads plans from these formats."""
+"""Writes plans in the formats of other systems, and reads plans in these formats."""

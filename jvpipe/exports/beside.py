@@ -18,18 +18,18 @@ from jvpipe.util.sizes import GIB
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The simulated cost of a plan: the seconds of a step, and the peak of the fullest device."""
+    """The simulated seconds of a plan's step, and the peak bytes of the fullest device."""
 
     step_s: float
     peak_bytes: int
 
 
 def judged(problem: Problem, plan: Plan) -> Judged:
-    """Simulates a step of a plan, which any system may have made.
+    """Simulates a step of a plan from any system.
 
     Args:
         problem: the costs of layers and links, and the number of micro-batches. The plan's stages
-            and schedule are used in place of the problem's.
+            and schedule replace the problem's.
         plan: the stages, with a schedule or with a list of tasks for each device.
 
     Raises:
@@ -49,7 +49,7 @@ def judged(problem: Problem, plan: Plan) -> Judged:
 
 
 def decision_of(costs: Costs, plan: Plan) -> Decision:
-    """Translates a plan into a planner's decision: where to cut, and a choice for each layer.
+    """Translates a plan into a planner's decision: the cuts, and a choice for each layer.
 
     Raises:
         ValueError: the costs of a layer have no option with the fates that the plan gives it.
@@ -70,19 +70,19 @@ def _choice(
 ) -> int:
     """Returns the choice for a layer: the number of an option, or one of two ways to recompute it.
 
-    An option gives each value of its layer a fate.
+    An option assigns a fate to each value of its layer.
 
     Args:
         costs: the costs of all layers.
         layer: the number of the layer.
-        dropped: the values of the layer's stage that are not kept, each with its fate.
+        dropped: the fates of those values in the layer's stage that are not kept, by name.
     """
     edges = costs.edges
     before = [edge for edge in edges if edge.producer == layer - 1]
     inputs = [edge.name for edge in before if layer in edge.readers]
     outputs = [edge.name for edge in edges if edge.producer == layer]
-    # If the layer's input is recomputed, the layer before runs its forward again to make the input.
-    # Then this layer runs its forward again, too.
+    # If the layer's input is recomputed, the previous layer runs its forward again to make the
+    # input. Then this layer runs its forward again, too.
     if any(dropped.get(name) == Fate.RECOMPUTE for name in inputs):
         return RECOMPUTE_CHAIN
     # If only the layer's output is recomputed, its forward runs again from the kept input.

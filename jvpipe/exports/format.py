@@ -1,11 +1,11 @@
-"""Defines the formats of other systems, and checks that an export loses nothing of a plan.
+"""Defines what a format of another system is, and checks that an export loses nothing of a plan.
 
 Most formats cannot express every plan of jvpipe. An export therefore writes the plan, reads the
 text back, and compares the result with the plan (`losses`). Each difference is a loss, which the
-error message names. So a format needs no list of what it cannot express: it writes the nearest plan
-that it can, and the comparison finds what differs.
+error message names. So a format needs no list of the features that it cannot express: it writes the
+nearest plan that it can express, and the comparison finds the differences.
 
-A rule is a schedule that a format knows by name. Chunks are the stages of a device if it has
+A rule is a schedule that a format knows by name. The chunks of a device are its stages, if it has
 several.
 """
 
@@ -28,12 +28,12 @@ from jvpipe.util.brief import brief
 VERSION = 1
 """The version of the files that this folder writes; files of other versions are refused.
 
-It must be raised whenever the meaning of a file changes.
+Raise the version whenever the meaning of a file changes.
 """
 
 
 class PlanPart(StrEnum):
-    """The parts of a plan that a format may lack, because the other system keeps them elsewhere."""
+    """The parts of a plan that a format may lack because the other system stores them elsewhere."""
 
     CUTS = "cuts"  # how many layers each stage has
     PLACES = "places"  # the devices of the stages
@@ -49,7 +49,7 @@ class Format:
         name: the name that users give, such as "megatron".
         write: writes a plan or, if the format cannot express it, the nearest plan that it can.
         read: reads a text as a plan for the model that the outline describes.
-        silent: the parts that files of this format never have, so their absence is not a loss.
+        silent: the parts that no file of this format has, so their absence is not a loss.
         comment: the text that begins a comment line; empty if the format has no comments.
     """
 
@@ -64,11 +64,11 @@ class Format:
 
         Args:
             plan: the plan, with the outline of its model.
-            lossy: whether the nearest plan is written if the format cannot express all of the plan.
+            lossy: whether to write the nearest plan if the format cannot express all of the plan.
 
         Raises:
             ValueError: the format cannot express all of the plan and `lossy` is false, or it cannot
-                express even a plan near it.
+                even express a similar plan.
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
@@ -80,7 +80,7 @@ class Format:
             )
         if not self.comment:
             return text
-        # The first line tells `load` the version. The other lines name the losses.
+        # The first line has the version for `load`. The other lines name the losses.
         head = [
             f"jvpipe {self.name} {VERSION}",
             *(f"nearest; lost: {loss}" for loss in lost),
@@ -95,12 +95,12 @@ class Format:
             outline: the outline of the model that the plan is for.
 
         Raises:
-            ValueError: the text is of another format or version, or does not fit the model. The
+            ValueError: the text has another format or version, or does not fit the model. The
                 message is one line.
         """
         first_line = text.partition("\n")[0]
         words = first_line.removeprefix(self.comment).split() if self.comment else []
-        # Only jvpipe writes such a first line. A file of another program has no version to check.
+        # Only jvpipe writes a first line with a version. Files of other programs have no version.
         is_ours = words[:1] == ["jvpipe"]
         if is_ours and words[1:] != [self.name, str(VERSION)]:
             raise ValueError(
@@ -121,14 +121,14 @@ def outline_for(plan: Plan) -> Outline:
 
 
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
-    """Returns one step's task lists, as an export of a plan has them.
+    """Returns the task lists of one step, in the form that exports of a plan use.
 
-    Other systems update once per step. So a plan whose schedule is asynchronous (it updates within
-    a step) is exported as 1F1B, and `losses` reports this. A plan without a schedule is exported as
-    1F1B, too.
+    Other systems update once per step. Asynchronous schedules update within a step, so their plans
+    are exported as 1F1B, and `losses` reports this. A plan without a schedule is exported as 1F1B,
+    too.
     """
     schedule = rule_named(plan.schedule or "1f1b")
-    # Asynchronous schedules need several versions of weights, which none of these systems keeps.
+    # Asynchronous schedules need several versions of weights, which these systems do not keep.
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
     return lists_of(plan, schedule, microbatches)
@@ -147,14 +147,14 @@ def rule_named(name: str) -> Schedule:
 
 def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
     """Returns the schedules among `names` that run `chunks` stages per device."""
-    # The name "interleaved" stands for several schedules: one per number of chunks, from two on.
+    # The name "interleaved" stands for one schedule per number of chunks, from two chunks on.
     families = {Interleaved().name: Interleaved(chunks=max(2, chunks))}
     rules = [families.get(name) or find_schedule(name) for name in names]
     return [rule for rule in rules if rule.chunks == chunks]
 
 
 def lists_by_device(plan: Plan, microbatches: int) -> TaskLists:
-    """Returns the lists of `lists_for` in the order of devices, as other systems expect them."""
+    """Returns the lists of `lists_for`, sorted by device, as other systems expect."""
 
     def devices_of(tasks: Sequence[Task]) -> tuple[int, ...]:
         return plan.stages[tasks[0].stage].devices
@@ -166,7 +166,7 @@ def ranks_of(lists: TaskLists) -> dict[int, int]:
     """Returns, for each stage, its rank: the number of the task list that runs the stage.
 
     Raises:
-        ValueError: a stage is in several lists, or the numbers of the stages have gaps.
+        ValueError: a stage is in several lists, or the stage numbers have gaps.
     """
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
@@ -188,8 +188,8 @@ def rule_of(
 ) -> str:
     """Returns the name of the schedule that makes a plan's task lists, or of the nearest schedule.
 
-    The nearest schedule is the first in `names` with the plan's number of chunks, which are the
-    stages of a task list.
+    The nearest schedule is the first in `names` with the plan's number of chunks, which is the
+    number of stages per task list.
 
     Args:
         plan: the plan.
@@ -199,11 +199,11 @@ def rule_of(
     Raises:
         ValueError: no schedule in `names` has the plan's number of chunks.
     """
-    # Devices are not counted: replicas share a list, and devices may have any numbers.
+    # Lists are counted instead of devices, because replicas share a list.
     chunks = max(1, len(plan.stages) // len(lists))
     microbatches = outline_for(plan).microbatches
-    # These formats put the stages on the devices in a loop, 0 1 2 0 1 2. A schedule in a vee needs
-    # them there and back, 0 1 2 2 1 0.
+    # These formats assign stages to devices in a loop, 0 1 2 0 1 2. A vee schedule needs the order
+    # 0 1 2 2 1 0.
     fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
     if not fitting:
         raise ValueError(
@@ -218,7 +218,7 @@ def losses(
     back: Plan,
     silent: frozenset[PlanPart],
 ) -> Iterator[str]:
-    """Yields a description of each difference between a plan and the plan in its export.
+    """Yields a description of each difference between a plan and the plan read from its export.
 
     Args:
         plan: the plan that was exported.
@@ -227,7 +227,7 @@ def losses(
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
-        # Replicas of a stage run the same tasks, so only the first one is compared from here on.
+        # Replicas of a stage run the same tasks, so only the first replica is compared below.
         yield f"devices of replicated stages: {list(plan.replicas)}"
         plan = plan.turn(0)
     if plan.keep_last:
@@ -257,7 +257,7 @@ def losses(
 
 
 def _not_kept(fates: Mapping[str, Fate]) -> dict[str, Fate]:
-    """Returns the fates other than KEEP, which no fate means, too."""
+    """Returns the fates other than KEEP. A value without a fate is also kept."""
     return {name: fate for name, fate in fates.items() if fate != Fate.KEEP}
 
 
@@ -281,8 +281,8 @@ def with_lists(
 ) -> Plan:
     """Returns a copy of a plan whose schedule runs given task lists.
 
-    If a schedule in `names` makes exactly these lists, the copy has the first such schedule.
-    Otherwise the copy holds the lists themselves, and its schedule is "auto".
+    If schedules in `names` make exactly these lists, the copy has the first of them. Otherwise, the
+    copy contains the lists, and its schedule is "auto".
 
     Args:
         plan: a plan with the stages that the lists name.
@@ -320,7 +320,7 @@ def integer_field(
     *,
     signed: bool = True,
 ) -> int:
-    """Returns a field that is a whole number; raises ValueError if it is something else.
+    """Returns a field as a whole number; raises ValueError if it is something else.
 
     Args:
         fields: the texts of fields, by name.

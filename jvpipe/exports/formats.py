@@ -1,7 +1,7 @@
-"""Lists all formats by name; a new format is added here.
+"""Lists all formats by name; new formats must be added here.
 
-`Plan.export` needs the formats, too, but jvpipe/ir must not import this folder. So this file, when
-it is imported, adds them to the table `EXPORTS` of jvpipe/ir/plan.py.
+`Plan.export` needs the formats, too, but jvpipe/ir must not import this folder. So importing this
+file adds the formats to the table `EXPORTS` of jvpipe/ir/plan.py.
 """
 
 from jvpipe.exports.format import Format

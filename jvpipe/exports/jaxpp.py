@@ -1,11 +1,11 @@
-"""Defines the format of JaxPP: a Python file of four tables, and code that gives them to JaxPP.
+"""Defines the format of JaxPP: a Python file with four tables, and code that passes them to JaxPP.
 
     MICROBATCHES    the number of micro-batches of a step
     MARKS           the name of the last layer of each stage
     DEVICES         the device of each stage
     ORDER           the tasks of each device; 1F0 is the forward of stage 1 on micro-batch 0
 
-To read the tables, the file is only parsed. None of its code is run.
+The reader only parses the file, and does not run its code.
 """
 
 import ast
@@ -79,9 +79,9 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Splits each backward of a list into its halves I and W: JaxPP wants all split, or none.
+    """Splits every backward of a list into its halves I and W: JaxPP requires all or no splits.
 
-    JaxPP also wants each W of stage 0 directly after its I, so the W is moved there.
+    JaxPP also requires each W of stage 0 to be directly after its I, so the W is moved there.
     """
     parts = list[Task]()
     for task in tasks:
@@ -107,7 +107,7 @@ def _read(text: str, outline: Outline) -> Plan:
     names = [layer.name for layer in outline.layers]
     if unknown := [mark for mark in marks if mark not in names]:
         raise ValueError(f"the mark {brief(unknown[0])} names no layer of the model")
-    # A mark ends a stage, so the stages end behind the marked layers, in rising order.
+    # Each mark ends a stage after the marked layer, so the ends must be in rising order.
     ends = [0, *(1 + names.index(mark) for mark in marks)]
     if ends[-1] != len(names) or sorted(set(ends)) != ends:
         raise ValueError(f"the marks must go up to the last layer, '{names[-1]}', in order")
@@ -130,7 +130,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tables(text: str) -> dict[str, list[Any]]:
-    """Returns the tables that are lists, by name; raises ValueError if a needed one is missing."""
+    """Returns the tables that are lists, by name; raises ValueError if a table is missing."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, MemoryError, RecursionError) as error:

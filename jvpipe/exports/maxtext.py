@@ -1,8 +1,8 @@
-"""Defines the format of MaxText: a configuration with equal stages, which run as under GPipe.
+"""Defines the format of MaxText: a configuration with equal stages and the schedule GPipe.
 
 The file is a complete configuration, because it names MaxText's `base.yml` as the source of all
 fields that it does not set. MaxText runs the embedding and the head outside of its pipeline. In the
-plan, the embedding belongs to the first stage and the head to the last one.
+plan, the embedding belongs to the first stage and the head to the last stage.
 
 MaxText recomputes blocks from their inputs in two cases:
 
@@ -46,12 +46,12 @@ def _read(text: str, outline: Outline) -> Plan:
     """Reads a plan from fields, which are lines of YAML or words such as `name=value`.
 
     Raises:
-        ValueError: the fields do not fit the model, or say what a plan cannot express.
+        ValueError: the fields do not fit the model, or a plan cannot express them.
     """
     matches = (_LINE.fullmatch(line.strip()) for line in text.splitlines())
     fields = {match[1]: match[2] for match in matches if match}
-    # A slice is a set of devices that fast links join. A pipeline may run within a slice (ici),
-    # across several slices (dcn), or both.
+    # A slice is a set of devices with fast links. A pipeline may run within a slice (ici), across
+    # several slices (dcn), or both.
     within, across = (integer_field(fields, name, 1) for name in _STAGES)
     stages = within * across
     blocks = stack_of(outline, strict=False).blocks

@@ -1,4 +1,4 @@
-"""Defines the format of Megatron-LM: options of its command line, one of which is the layout.
+"""Defines the format of Megatron-LM: options of its command line, including the layout.
 
     Et*3|t*4|t*4|t*3L    four stages: E is the embedding, t a block, L the head with the loss
 
@@ -40,7 +40,7 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads a plan from options or a layout alone; by default, each stage has a rank of its own."""
+    """Reads a plan from options or only a layout; by default, each stage has its own rank."""
     options = _options(shlex.split(text, comments=True))
     if "--pipeline-model-parallel-layout" not in options:
         flags = brief(", ".join(options))
@@ -64,7 +64,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Returns the values of options by name; an option without a value has an empty text.
+    """Returns the values of options by name; the value of a flag is an empty text.
 
     Words before the first option count as the layout.
     """
@@ -88,7 +88,7 @@ def _again(options: dict[str, str], largest: int) -> int:
 
     Args:
         options: the options by name.
-        largest: the number of blocks of the largest stage.
+        largest: the number of blocks in the largest stage.
 
     Raises:
         ValueError: the options recompute in a way that a plan cannot express.
@@ -98,7 +98,7 @@ def _again(options: dict[str, str], largest: int) -> int:
         return 0
     method = options.get("--recompute-method")
     count = integer_field(options, "--recompute-num-layers", 1, signed=False)
-    # "uniform" recomputes all blocks, in units of `count` blocks. Plans have units of one block.
+    # "uniform" recomputes all blocks in units of `count` blocks. A plan's units are single blocks.
     if granularity == "full" and method == "uniform" and count == 1:
         return largest
     if granularity != "full" or method != "block":
@@ -112,7 +112,7 @@ def _again(options: dict[str, str], largest: int) -> int:
 def _unrolled(layout: str) -> str:
     """Writes out the repetitions of a layout: (tt|)*2 becomes tt|tt|.
 
-    The length is checked before the text is made: a short t*9999999 could fill the memory.
+    The length is checked before the text is made, because t*9999999 could fill the memory.
     """
     layout = layout.replace(",", "").replace(" ", "")
     parts = list[str]()

@@ -1,8 +1,8 @@
-"""Converts plans for stacks to layouts and back; a stack is an embedding, equal blocks and a head.
+"""Converts plans of stacks to layouts and back; a stack is an embedding, equal blocks and a head.
 
-Most other systems can cut only such models, and only between blocks. A `Layout` is what they can
-express: how many blocks each stage has, and how many of them it recomputes. The formats in this
-folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan
+Most other systems can cut only stacks, and only between blocks. A `Layout` has the parts of a plan
+that they can express: how many blocks each stage has, and how many of them it recomputes. The
+formats in this folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan
 (`stacked_plan`).
 """
 
@@ -16,7 +16,7 @@ from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules.schedule import Schedule
 
 _NORM = 0.1
-"""The share by which the bytes of two blocks may differ: one block may have one norm more."""
+"""The share by which the bytes of two blocks may differ, since a block may have an extra norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class BlockStack:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The part of a plan that systems of equal blocks can express.
+    """The part of a plan that systems for equal blocks can express.
 
     Attributes:
         counts: the number of blocks of each stage.
-        again: how many blocks each stage recomputes; they are its first ones.
+        again: how many blocks each stage recomputes, counted from its first block.
         schedule: the name of the schedule.
         devices: the number of devices; a device may have several stages.
     """
@@ -61,11 +61,11 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 
     Args:
         outline: the outline of the model's layers.
-        strict: whether a model is refused if it has several stacks, such as an encoder and a
-            decoder, or blocks of different sizes.
+        strict: whether to refuse a model with several stacks, such as an encoder and a decoder, or
+            with blocks of different sizes.
 
     Raises:
-        ValueError: the model is not a stack; the message says what the model has instead.
+        ValueError: the model is not a stack; the message describes the difference.
     """
     block_of = [layer.block for layer in outline.layers]
     names = list(dict.fromkeys(filter(None, block_of)))
@@ -90,8 +90,8 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 def _check_alike(outline: Outline, stack: BlockStack) -> None:
     """Checks that blocks have the same number of values and about the same number of bytes.
 
-    Only the last layer of the last block may have another number of values. A norm or a gather that
-    comes before the head is traced into this layer.
+    Only the last layer of the last block may have another number of values, because a norm or a
+    gather before the head is traced into this layer.
 
     Raises:
         ValueError: a block differs from the first one.
@@ -117,14 +117,14 @@ def layout_of(
     """Returns the layout that is nearest to a plan.
 
     Each cut moves to the nearest start of a block. A block counts as recomputed if any of its
-    values is not kept. A layout recomputes equally many blocks in each stage: as many as the plan
-    recomputes in the stage where it recomputes the most.
+    values is not kept. A layout recomputes the same number of blocks in each stage. This is the
+    largest number that the plan recomputes in any stage.
 
     Args:
         plan: a plan with any cuts and fates.
         outline: the outline of the plan's model.
         names: the names of the schedules that the format knows.
-        equal: whether the format gives all stages the same number of blocks.
+        equal: whether the format requires the same number of blocks in all stages.
 
     Raises:
         ValueError: the model is not a stack, has too few blocks for the stages, or cannot have
@@ -147,7 +147,7 @@ def layout_of(
     if 0 in counts[1:-1]:
         raise ValueError(f"{stack.blocks} blocks are too few for {stages} stages")
     again = _most_recomputed(plan, outline, stack, counts)
-    # A format of equal stages recomputes either all blocks of all stages or none.
+    # A format with equal stages recomputes either all blocks or no blocks.
     if equal and again:
         again = max(counts)
     return Layout(tuple(counts), again, rule, len(lists))
@@ -159,7 +159,7 @@ def _most_recomputed(
     stack: BlockStack,
     counts: Sequence[int],
 ) -> int:
-    """Returns how many blocks are recomputed in the stage that recomputes the most.
+    """Returns the largest number of blocks that any stage recomputes.
 
     Args:
         plan: the plan, whose fates decide.
@@ -178,7 +178,7 @@ def _most_recomputed(
 
 
 def stacked_plan(layout: Layout, outline: Outline) -> Plan:
-    """Returns the plan of a layout, for a model whose blocks need not be alike.
+    """Returns the plan of a layout for a model, whose blocks may differ.
 
     Args:
         layout: the stages, in numbers of blocks.
@@ -220,10 +220,10 @@ def _check_rounds(
     devices: int,
     microbatches: int,
 ) -> None:
-    """Checks that micro-batches come in full rounds if a device has several stages.
+    """Checks that the micro-batches fill all rounds if a device has several stages.
 
-    A round is as many micro-batches as there are devices. If the last round is smaller, jvpipe and
-    the other systems order its tasks differently.
+    A full round has one micro-batch per device. If the last round is smaller, jvpipe and the other
+    systems order its tasks differently.
 
     Raises:
         ValueError: the last round is smaller.

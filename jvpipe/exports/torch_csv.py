@@ -1,18 +1,18 @@
 """Defines the format of torch.distributed.pipelining: a CSV of actions, with a line for each rank.
 
 The file holds only the order of actions: tasks, sends and receives, as torch's `compute_comms` has
-them. Torch gets the layers of each stage from the module that it is given. Each cell begins with
-the stage, and ends with the micro-batch if the action has one:
+them. Torch takes the layers of each stage from the user's module. Each cell begins with the stage,
+and ends with the micro-batch if the action has one:
 
     rank 0    0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
     rank 1    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
 
 SEND_F and RECV_F pass an activation on; SEND_B and RECV_B pass its cotangent back. When a SEND is
-appended to the row of its rank, the RECV is appended to the row of the receiver. So all ranks meet
-their sends and receives in the order of one common list, and no two ranks can wait for each other.
+appended to the row of its rank, the RECV is appended to the row of the receiver. So all ranks run
+their sends and receives in one common order, and no two ranks can wait for each other.
 
 REDUCE_GRAD follows the last backward of a stage, and divides the stage's gradients by the number of
-micro-batches. Torch adds this action to its own schedules, but adds nothing to a file with sends.
+micro-batches. Torch adds this action to its own schedules, but not to a file with sends.
 """
 
 import csv
@@ -38,7 +38,7 @@ from jvpipe.ir.task import Task, TaskLists, cannot_progress
 
 T = TypeVar("T")
 _ADDS = (Kind.B, Kind.W)
-"""The kinds of tasks that add to the gradients of weights: whole backwards, and their half W."""
+"""The kinds of tasks that add to the gradients of weights: whole backwards, and halves W."""
 RULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half")
 _CELL = re.compile(
     r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)|\d+(UNSHARD|RESHARD|REDUCE_GRAD)"
@@ -61,7 +61,7 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
         lists: the tasks of each rank, without sends and receives.
 
     Returns:
-        The cells of each rank, one for each action.
+        The cells of each rank, with one cell per action.
 
     Raises:
         ValueError: tasks wait for each other.
@@ -69,7 +69,7 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     rank = ranks_of(lists)
     last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
-    # `backwards` counts, for each stage, the tasks that have not yet added to its gradients.
+    # `backwards` counts, for each stage, the tasks that must still add to its gradients.
     tasks = chain.from_iterable(lists)
     backwards = Counter(task.stage for task in tasks if task.kind in _ADDS)
 
@@ -81,7 +81,7 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     for r, task in _played(lists, is_ready, stuck):
         rows[r].append(str(task))
         to = _next_stage(task, last)
-        # Between two stages on one rank no send is needed.
+        # Two stages on the same rank need no send.
         if to is not None and rank[to] != r:
             letter = "F" if task.kind == Kind.F else "B"
             rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
@@ -98,14 +98,14 @@ def _played(
     is_ready: Callable[[T, set[T]], bool],
     stuck: Callable[[list[T]], ValueError],
 ) -> Iterator[tuple[int, T]]:
-    """Yields the actions of all ranks in an order in which they can run, each with its rank.
+    """Yields all actions with their ranks, in an order in which the actions can run.
 
     In each round, each rank runs its next action if the action is ready.
 
     Args:
         lists: the actions of each rank.
-        is_ready: tells whether an action can run after the actions of a set.
-        stuck: makes the error that is raised if no rank's next action can run.
+        is_ready: tells whether an action can run after a set of actions.
+        stuck: makes the error for the case that no rank's next action can run.
     """
     done = set[T]()
     at = [0] * len(lists)  # the position of each rank's next action
@@ -121,12 +121,12 @@ def _played(
                 done.add(action)
                 at[r] += 1
                 yield r, action
-        if sum(at) == before:  # nothing ran, so nothing will run in the next round either
+        if sum(at) == before:  # no action ran, so none will run in the next round
             raise stuck([lists[r][at[r]] for r in waiting])
 
 
 def _next_stage(task: Task, last: int) -> int | None:
-    """Returns the stage that needs a task's result; None if none does.
+    """Returns the stage that needs a task's result; None if no stage needs it.
 
     `last` is the number of the pipeline's last stage, here and in the functions below.
     """
@@ -137,9 +137,7 @@ def _next_stage(task: Task, last: int) -> int | None:
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Lists the tasks of which at least one must be done before a task can run, if there are
-    any.
-    """
+    """Returns alternatives: one of these tasks must be done before `task` can run."""
     s, _, m = task
     match task.kind:
         case Kind.F:
@@ -166,7 +164,7 @@ def _read(text: str, outline: Outline) -> Plan:
     The file does not say which layers a stage has, so the layers are divided evenly among stages.
 
     Raises:
-        ValueError: actions wait for each other or are wrong, or there are more stages than layers.
+        ValueError: actions are wrong or wait for each other, or there are more stages than layers.
     """
     cells = (map(str.strip, row) for row in csv.reader(io.StringIO(text)))
     rows = [list(filter(None, row)) for row in cells]
@@ -183,7 +181,7 @@ def _read(text: str, outline: Outline) -> Plan:
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
-    # If the division leaves a remainder, the first stages get one more layer each.
+    # If the division leaves a remainder, each of the first stages gets one more layer.
     share, rest = divmod(layers, stages)
     counts = [share + (s < rest) for s in range(stages)]
     devices = [rank[s] for s in range(stages)]
@@ -192,7 +190,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tasks(row: Iterable[str]) -> Iterable[Task]:
-    """Yields the tasks of a row, without its other actions; raises ValueError for unknown ones."""
+    """Yields the tasks among a row's actions; raises ValueError for unknown actions."""
     for cell in row:
         match = _CELL.fullmatch(cell)
         if match is None:
@@ -209,7 +207,7 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
         sent: the cells that `with_sends` makes for the same tasks.
 
     Raises:
-        ValueError: a send or receive is missing or needless, or ranks wait for each other forever.
+        ValueError: a send or receive is missing or superfluous, or ranks deadlock.
     """
     for r, (row, expected_row) in enumerate(zip(rows, sent, strict=True)):
         count = Counter(filter(_SENDS.search, row))
@@ -220,8 +218,8 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
                 f"rank {r} must send and receive other values: {cell} {count[cell]} times, not "
                 f"{expected[cell]}"
             )
-    # The order of sends in the file may differ from the order in `sent`, and may make ranks wait
-    # for each other. So the file's rows are played, too, with their sends and receives.
+    # The file may order its sends differently from `sent`, so ranks might wait for each other. This
+    # loop runs the file's rows with their sends and receives.
     cells = chain.from_iterable(rows)
     last = max(int(re.split(r"\D", cell)[0]) for cell in cells)
 
@@ -247,8 +245,8 @@ def _may_run(cell: str, done: set[str], last: int, rank_of: Mapping[int, int]) -
     assert match
     stage, word, m = match.groups()
     s = int(stage)
-    # One of the actions in `waits_for` must have run. The result of a neighboring stage comes by a
-    # RECV, or directly from its task if both stages are on one rank.
+    # One of the actions in `waits_for` must have run. The result of a neighboring stage comes from
+    # a RECV, or directly from its task if both stages are on one rank.
     match word:
         case "SEND_F":
             waits_for = {f"{s}F{m}"}

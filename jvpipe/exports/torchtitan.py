@@ -1,6 +1,6 @@
 """Defines the format of torchtitan: a TOML configuration that lists the modules of each stage.
 
-A part is the modules of one stage, and a chunk is one of several stages on a rank.
+A part is the list of modules of one stage. A chunk is one of several stages on a rank.
 """
 
 import re
@@ -29,11 +29,11 @@ def _write(plan: Plan, outline: Outline) -> str:
     parts = []
     for first, end in pairwise(accumulate(layout.counts, initial=0)):
         parts.append([f"layers.{k}" for k in range(first, end)])
-    # The embedding belongs to the first part, and the norm and the head to the last one.
+    # The embedding belongs to the first part; the norm and the head belong to the last part.
     parts[0] = FIRST + parts[0]
     parts[-1] += LAST
     rows = "".join(f"  {_row(part)},\n" for part in parts)
-    # torchtitan recomputes all blocks or none. If a plan recomputes only some, "full" is nearest.
+    # torchtitan recomputes all blocks or none. For a plan that recomputes some, "full" is nearest.
     mode = "full" if layout.again else "none"
     return (
         "[parallelism]\n"
@@ -72,7 +72,7 @@ def _read(text: str, outline: Outline) -> Plan:
             f"activation checkpoints {brief(mode)} cannot be read: only none and full can"
         )
     looped = schedule == "Interleaved1F1B"
-    # Unless the file says otherwise, an interleaved schedule has two chunks per rank, others one.
+    # By default, an interleaved schedule has two chunks per rank, and other schedules have one.
     usual = len(counts) // 2 if looped else len(counts)
     degree = table.get("pipeline_parallel_degree", usual)
     chunks, rest = 0, 1
@@ -90,7 +90,7 @@ def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns a table of the file, or an empty table if the file has no such table.
 
     Raises:
-        ValueError: the file has something else under the name of the table.
+        ValueError: the name of the table has another kind of value.
     """
     table = tables.get(name, {})
     if not isinstance(table, dict):
@@ -102,7 +102,7 @@ def _counts(parts: Any) -> tuple[int, ...]:
     """Counts the blocks of each part.
 
     Raises:
-        ValueError: `parts` are not lists of names, or a module is missing, unknown or misplaced.
+        ValueError: `parts` has no lists of names, or a module is missing, unknown or misplaced.
     """
     is_list = isinstance(parts, list)
     if not is_list or not parts or not all(map(_is_names, parts)):

@@ -1,4 +1,4 @@
-"""Writes timelines as Chrome traces (for https://ui.perfetto.dev), and counts idle shares."""
+"""Writes timelines as Chrome traces (for https://ui.perfetto.dev), and computes idle shares."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.span import Hop, Picture, Span
 
 COMPUTE = frozenset(kind for kind, info in KINDS.items() if info.busy)
-"""The kinds of task that count as work of a device."""
+"""The kinds of task in which a device works."""
 
 
 def chrome_trace(picture: Picture) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
             _metadata("thread_name", row, name=device),
             _metadata("thread_sort_index", row, sort_index=row),
         ]
-    # The letter `ph` is the kind of an event: X is a box, C a counter, s and f the ends of an
-    # arrow.
+    # The letter `ph` is the kind of an event: X for a box, C for a counter, s and f for the start
+    # and end of an arrow.
     for span in sorted(spans, key=lambda span: span.start_s):
         box = {
             "ph": "X",
@@ -75,7 +75,7 @@ def write_trace(path: Path, picture: Picture) -> None:
 
 
 def joined(pictures: Sequence[Picture]) -> Picture:
-    """Joins pictures of steps; copies of different steps get different keys."""
+    """Joins pictures of steps into one; copies of different steps get different keys."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
     hops: list[Hop] = []
@@ -85,12 +85,12 @@ def joined(pictures: Sequence[Picture]) -> Picture:
 
 
 def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
-    """Yields the two ends (hops) of each copy: where it leaves, and then where it arrives.
+    """Yields the two ends (hops) of each copy: first the departure, then the arrival.
 
-    A copy of which only one end is known is skipped.
+    A copy is skipped if only one of its ends is known.
 
-    Different threads measure the two ends, and one may wake late. If a copy seems to arrive
-    before it leaves, it is drawn as leaving when it arrives.
+    Different threads measure the two ends, and a thread may wake late. If the measured departure is
+    after the arrival, the departure is set to the time of the arrival.
     """
     ends = defaultdict[str, list[Hop]](list)
     # False sorts before True, so the end where a copy leaves comes first.
@@ -175,7 +175,7 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
 
 
 def sorted_devices(devices: Iterable[str]) -> list[str]:
-    """Sorts names of devices without repeats, by the value of numbers: `cpu:2` before `cpu:10`."""
+    """Sorts distinct names of devices; numbers sort by value, so `cpu:2` is before `cpu:10`."""
     return sorted(dict.fromkeys(devices), key=_parts)
 
 

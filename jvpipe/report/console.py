@@ -17,7 +17,7 @@ _BAR = 16  # characters
 
 
 class DeviceRow(NamedTuple):
-    """The row of a device: its layers as text, and its memory limit; None: no limit."""
+    """The row of a device: its layers as text, and its memory limit, if it has one."""
 
     layers: str
     limit_bytes: int | None = None
@@ -31,7 +31,7 @@ def in_runs(numbers: Sequence[int]) -> str:
     """
     runs: list[list[int]] = []
     for number in numbers:
-        # A run is its first number, and its last one if they differ.
+        # A run has its first number, and also its last number if the two differ.
         if runs and number == runs[-1][-1] + 1:
             runs[-1][1:] = [number]
         else:
@@ -42,13 +42,13 @@ def in_runs(numbers: Sequence[int]) -> str:
 class TrainingDisplay:
     """A context manager that shows a run's progress, its last step's numbers, and its devices.
 
-    If `console` is not a terminal, nothing is shown. Text that is printed to the terminal in the
-    meantime appears above the display.
+    If `console` is not a terminal, nothing is shown. Text that is printed during the run appears
+    above the display.
 
     Args:
         total_steps: the number of the last step.
-        step: how many steps the run has made already.
-        console: the terminal to show the display on; None: stderr.
+        step: how many steps the run has already made.
+        console: the terminal to show the display on; None stands for stderr.
     """
 
     def __init__(self, total_steps: int, step: int = 0, console: Console | None = None) -> None:
@@ -76,7 +76,7 @@ class TrainingDisplay:
             metrics: the metrics of the step.
             places: the devices of the run by name, in the order of their rows.
         """
-        # Without a terminal nothing is shown, so no tables are made.
+        # Tables are made only if a terminal shows them.
         if self._live.is_started:
             self._progress.update(self._task, completed=metrics.step)
             numbers, rows = _numbers(metrics), device_rows(metrics, places)

@@ -1,4 +1,4 @@
-"""Explains plans in words: which layers run where, what devices hold, and the reasons."""
+"""Explains plans in words: the layers of each stage, the bytes on devices, and the reasons."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,11 +30,11 @@ def explain(
         peaks: the most bytes on each device; None if only another process knows them.
         layer_s: the seconds of each layer for a micro-batch; None if they are unknown.
         devices: the devices, by their numbers in the plan.
-        why: how the planner decides, in a sentence.
+        why: a sentence about how the planner decides.
         reasons: lines that say why each cut is where it is.
     """
-    # The text has the whole plan first, then the stages with their layers, then the reasons, and
-    # then what crosses more than one cut.
+    # The text describes the plan, then the stages with their layers, then the reasons, and last the
+    # tied parameters and the tensors that skip layers.
     shape = f"{len(graph.layers)} layers on {len(plan.stages)} stages"
     lines = [f"{shape}, schedule {plan.schedule}, planner {plan.planner}: {why}."]
     for s, stage in enumerate(plan.stages):
@@ -88,7 +88,7 @@ def _range(stage: Stage) -> str:
 
 
 def _load(graph: LayerGraph, stage: Stage, layer_s: Sequence[float] | None) -> str:
-    """Returns a stage's parameters, operations and, if they are known, seconds as text."""
+    """Returns a text about a stage's parameters, operations and, if known, seconds."""
     flops = sum(graph.layers[layer].flops for layer in stage.layers)
     text = f"{_parameters(graph, stage)}, {flops / 1e9:.3f} GFLOP forward"
     if not layer_s:
@@ -98,7 +98,7 @@ def _load(graph: LayerGraph, stage: Stage, layer_s: Sequence[float] | None) -> s
 
 
 def _parameters(graph: LayerGraph, stage: Stage) -> str:
-    """Returns the bytes of a stage's own parameters, and of the frozen ones among them, as text."""
+    """Returns a text with the bytes of a stage's parameters, and of its frozen parameters."""
     total = frozen = 0
     for layer in stage.layers:
         for p in graph.owned(layer):
@@ -110,7 +110,7 @@ def _parameters(graph: LayerGraph, stage: Stage) -> str:
 
 
 def _peak(peak: Peak | None) -> str:
-    """Returns a text about a device's peak: its bytes, the row that ran then, and the holders."""
+    """Returns a text about a device's peak: its bytes, its row, and the owners of these bytes."""
     if peak is None:
         return "its peak is known to its process"
     text = f"peak {format_bytes(peak.bytes)}"
@@ -121,7 +121,7 @@ def _peak(peak: Peak | None) -> str:
 
 
 def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> str:
-    """Returns a layer's name, bytes and, if they are known, seconds in columns."""
+    """Returns a layer's name, bytes and, if known, seconds in columns."""
     layer = graph.layers[i]
     parameters = format_bytes(sum(graph.parameters[p].array.bytes for p in graph.owned(i)))
     candidates = format_bytes(sum(candidate.bytes for candidate in layer.candidates))
@@ -133,10 +133,10 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
 def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
     """Returns a text about a layer's values that are swapped or recomputed.
 
-    Values that pass to other layers are listed at the layer that makes them.
+    A value that passes to other layers is listed at the layer that produces it.
     """
     layer = graph.layers[i]
-    # Plans have fates under these names.
+    # A plan's fates have these names as keys.
     names = [f"{graph.label(layer)}/{candidate.name}" for candidate in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     states = [graph.parameters[p].array.name for p in graph.owned(i)]
@@ -150,7 +150,7 @@ def _fate_words(what: str, names: Sequence[str], fates: Mapping[str, Fate]) -> s
     text = ""
     for fate in Fate:
         chosen = [name for name in names if fates.get(name) == fate]
-        # What a plan does not mention is kept, so the kept values are not listed.
+        # Most values are kept, so kept values are not listed.
         if chosen and fate is not Fate.KEEP:
             text += f"; {fate} {what}{', '.join(chosen)}"
     return text

@@ -24,11 +24,11 @@ _WIDTH, _GAP = 12.0, 0.03  # inches
 _DEVICE_ROW, _LINK_ROW = 0.36, 0.2  # the heights of rows, in inches
 _CURVES = 2.0  # the height of the curves, in inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8
-"""Boxes of at most `_THIN_PT` points have no white edge. No box is drawn narrower than `_SEEN_PT`
-points, because it would be invisible."""
+"""Boxes of at most `_THIN_PT` points have no white edge. Boxes are at least `_SEEN_PT` points wide,
+because narrower boxes would be invisible."""
 _MOST_ROOM = 3.0
-"""A limit is drawn as a line if it is at most this many times the most bytes held. With a line for
-a larger limit, the curves would shrink to the bottom of the axis."""
+"""A limit is drawn as a line if it is at most this many times the highest curve. A line for a
+larger limit would shrink the curves to the bottom of the axis."""
 _HOST = "host"
 _Corners = list[tuple[float, float]]
 _Box = tuple[_Corners, float]
@@ -73,7 +73,7 @@ def timeline_figure(
     """
     picture = _from_zero(picture)
     spans, curves = picture.spans, _curves(picture.levels)
-    # A device does work, and a link has only copies.
+    # A device has work, while a link has only copies.
     working = {span.device for span in spans if span.kind in COMPUTE}
     names = sorted_devices(span.device for span in spans)
     rows = {name: _DEVICE_ROW if name in working else _LINK_ROW for name in names}
@@ -104,7 +104,7 @@ def timeline_figure(
 
 
 def _from_zero(picture: Picture) -> Picture:
-    """Returns a picture with times counted from its first start, whatever the clock's origin."""
+    """Returns a picture with times counted from the start of its first span."""
     first_s = min((span.start_s for span in picture.spans), default=0.0)
     spans = []
     for span in picture.spans:
@@ -112,16 +112,16 @@ def _from_zero(picture: Picture) -> Picture:
         spans.append(replace(span, start_s=start_s, end_s=end_s))
     levels = []
     for level in picture.levels:
-        # Bytes held since before the first span are drawn from its start.
+        # Bytes that were held before the first span are drawn from its start.
         at_s = max(0.0, level.at_s - first_s)
         levels.append(level._replace(at_s=at_s))
     return Picture(tuple(spans), tuple(levels))
 
 
 def _curves(levels: Sequence[Level]) -> dict[str, _Curve]:
-    """Returns, for each place that ever holds bytes, the times and the bytes held from then on.
+    """Returns the curve of each place that ever holds bytes.
 
-    The host comes last.
+    The host is last.
     """
     found: dict[str, _Curve] = {}
     for place, at_s, held_bytes in levels:
@@ -143,7 +143,7 @@ def _draw_rows(
         rows: the height of each row in inches, by the name of the device or link.
         total_s: the seconds that the width of the axes stands for.
     """
-    # A row is named on the axis at its middle. Rows begin at 0 and go down:
+    # A row's name is at the middle of the row. Rows begin at 0 and go down:
     #
     #       0.0  ----------------  top of the first row
     #     cpu:0    [0F0]  [0B0]
@@ -180,17 +180,16 @@ def _draw_rows(
         tick.set_fontsize(9 if height == _DEVICE_ROW else 6.5)
     axes.tick_params(left=False, bottom=False)
     axes.spines[:].set_visible(False)
-    # The legend has the order of the table of kinds, not the order in which kinds were first drawn.
+    # The legend has the order of `KINDS`, not the order in which kinds were first drawn.
     looks = dict.fromkeys(info.look for info in KINDS.values())
     drawn = [look for look in looks if look in by_look]
     _legend(axes, [Patch(color=color, label=name) for name, color in drawn])
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
-    """Yields (row, micro-batch, start, end) of each label; consecutive boxes of a task share one.
+    """Yields each label's (row, micro-batch, start, end); boxes of one task share a label.
 
-    Measured boxes are of single layers, so a task has several boxes. Simulated boxes are of whole
-    stages.
+    A measured box is a single layer, so a task has several boxes. A simulated box is a whole stage.
     """
     order = sorted(spans, key=lambda span: (span.device, span.start_s))
 
@@ -199,7 +198,7 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
 
     for (device, _, label), group in groupby(order, task):
         boxes = list(group)
-        # Work of no micro-batch, such as an update, has the number -1.
+        # Work without a micro-batch, such as an update, has the number -1.
         if not label.startswith("-"):
             end_s = max(box.end_s for box in boxes)
             yield device, label, boxes[0].start_s, end_s
@@ -208,7 +207,7 @@ def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
 def _draw_boxes(axes: Axes, color: str, boxes: Sequence[_Box]) -> None:
     """Draws boxes of one color.
 
-    Narrow boxes are drawn above the white edges of their neighbors, which would hide them.
+    Narrow boxes are drawn on top, because the white edges of their neighbors would hide them.
     """
     wide: list[_Corners] = []
     thin: list[_Corners] = []
@@ -218,7 +217,7 @@ def _draw_boxes(axes: Axes, color: str, boxes: Sequence[_Box]) -> None:
             wide.append(corners)
         else:
             thin.append(corners)
-            # An edge of the box's own color makes it wide enough to be seen.
+            # An edge in the color of the box makes the box wide enough to see.
             edges_pt.append(max(0.0, _SEEN_PT - width_pt))
     wide_boxes = PolyCollection(
         wide,
@@ -278,7 +277,7 @@ def _draw_curves(
 def _draw_limits(
     axes: Axes, limits: Mapping[str, int], colors: Mapping[str, str], highest: float
 ) -> None:
-    """Draws limits as dashed lines; those above `highest` are only named in the legend.
+    """Draws limits as dashed lines; limits above `highest` are only named in the legend.
 
     A limit that all devices share is drawn once, in black. Other limits have the colors of their
     devices.

@@ -1,4 +1,4 @@
-"""Writes the progress of a run as lines of text, for output that is not a terminal."""
+"""Writes the progress of a run as lines of text, for output to a file or pipe."""
 
 import math
 import threading
@@ -20,21 +20,21 @@ class Written(Protocol):
         ...
 
     def flush(self) -> Any:
-        """Passes on the text that it has taken."""
+        """Passes on the text that `write` has taken."""
         ...
 
 
 class Lines:
     """A context manager that writes lines to a pipe or file, and flushes after each.
 
-    While it is open, a thread writes a line about the current work after each silence of
-    `silence_s`. So a reader sees what takes long. If nothing reads the pipe any more, lines are
-    lost without an error.
+    While the context is open, a thread writes a line about the current work whenever no line was
+    written for `silence_s`, so a reader can see which work takes long. If the reader of the pipe
+    has gone, lines are lost without an error.
 
     Args:
         out: the destination of the lines.
         period_s: the shortest time between the lines of two steps, in seconds.
-        silence_s: how many seconds without a line are a silence.
+        silence_s: the seconds without a line after which the thread writes a line.
         clock: returns seconds, counted from any origin.
     """
 
@@ -49,7 +49,7 @@ class Lines:
         self._period_s, self._silence_s = period_s, silence_s
         # The times of the last line, and of the last line about a step.
         self._said_s, self._step_s = clock(), -math.inf
-        # The current work and its parts, from outside to inside, each with the time of its start.
+        # The current work and its nested parts, outermost first, each with its start time.
         self._doing: list[tuple[str, float]] = []
         self._ended = threading.Event()
 
@@ -62,22 +62,22 @@ class Lines:
 
     def say(self, line: str) -> None:
         """Writes a line."""
-        # If the reader of the pipe is gone, training must go on.
+        # If the reader of the pipe has gone, training must continue.
         with suppress(OSError, ValueError):
             self._out.write(line + "\n")
             self._out.flush()
         self._said_s = self._clock()
 
     def doing(self, what: str) -> None:
-        """Notes what the current work is, in place of the work noted before."""
+        """Sets the current work, in place of the previous work and its parts."""
         self._doing = [(what, self._clock())]
 
     def begin(self, part: str) -> None:
-        """Notes that a part of the current work begins; it lasts until `end`."""
+        """Begins a part of the current work, which lasts until `end` is called with its name."""
         self._doing.append((part, self._clock()))
 
     def end(self, part: str) -> None:
-        """Notes that a part of the current work has ended."""
+        """Ends a part of the current work."""
         names = [name for name, _ in self._doing]
         if part in names:
             # Parts may be nested, so the last one with this name ends.
@@ -85,7 +85,7 @@ class Lines:
             del self._doing[-1 - from_end]
 
     def step(self, metrics: StepMetrics, total: int) -> None:
-        """Writes a line for a step, if it is the first or the last, or `period_s` have passed.
+        """Writes a line for a step if it is the first or last, or if `period_s` have passed.
 
         Args:
             metrics: the metrics of the step.
@@ -96,7 +96,7 @@ class Lines:
             self.say(step_line(metrics, total))
 
     def tell_silence(self) -> None:
-        """Writes a line about the current work, if no line was written for `silence_s`."""
+        """Writes a line about the current work if no line was written for `silence_s`."""
         now_s = self._clock()
         if now_s - self._said_s >= self._silence_s and self._doing:
             what, since_s = self._doing[-1]

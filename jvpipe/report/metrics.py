@@ -19,7 +19,7 @@ from jvpipe.util.sizes import MOST_S
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one step, and what some of the names mean:
+    """The metrics of one step. Some of the names have these meanings:
 
         step               counts from 1
         peak_bytes         the most bytes on each device
@@ -69,9 +69,9 @@ class StepMetrics:
         return {name: value for name, value in asdict(self).items() if value not in absent}
 
     def numbers(self) -> dict[str, int | float]:
-        """Returns all numbers by name; the entries of a mapping have names like aux/accuracy.
+        """Returns all numbers by name; entries of a mapping have names such as aux/accuracy.
 
-        Staleness is the largest number of any layer.
+        The staleness is the largest of all layers.
         """
         numbers: dict[str, int | float] = {}
         for name, value in self.told().items():
@@ -91,7 +91,7 @@ class StepMetrics:
 
 
 def scalars_in(tree: Any) -> Mapping[str, float]:
-    """Returns the scalars of a tree by their paths; a tree that is a scalar has the name aux.
+    """Returns a tree's scalars by their paths; if the tree is itself a scalar, its name is aux.
 
     >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
     {'accuracy': 0.5}
@@ -109,13 +109,13 @@ def scalars_in(tree: Any) -> Mapping[str, float]:
 class MetricsLog:
     """A file to which each step appends a line.
 
-    Each line is flushed, so a run that is killed loses at most its last line. `elapsed_s` has the
-    seconds of the run up to `resumed_step`.
+    Each line is flushed, so a killed run loses at most its last line. `elapsed_s` has the seconds
+    of the run up to `resumed_step`.
 
     Args:
         path: the file.
-        resumed_step: the step after which the run goes on. Lines of later steps are dropped,
-            because the run makes these steps again.
+        resumed_step: the step after which the run continues. Lines of later steps are dropped,
+            because the run repeats these steps.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
@@ -140,7 +140,7 @@ class MetricsLog:
 
 
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the steps of a metrics file; skips other lines, such as one cut off by a kill."""
+    """Yields the steps of a metrics file; skips other lines, such as an incomplete last line."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
@@ -162,7 +162,7 @@ def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
 
 
 def _speakable(value: Any) -> Any:
-    """Returns a value with None in place of numbers that are not finite, in mappings too."""
+    """Replaces numbers that are not finite by None, in a value or in nested mappings."""
     if isinstance(value, Mapping):
         return {name: _speakable(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,12 +14,12 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
     """Makes a table with a row for each stage of a plan.
 
     Args:
-        stages: the seconds and bytes of each stage, by the names that `jvpipe plan --json` writes.
-        names: the name of each stage's device; empty if all devices are alike.
+        stages: the seconds and bytes of each stage, with the keys of `jvpipe plan --json`.
+        names: the name of each stage's device; empty if all devices are equal.
     """
     # Columns about replicas are left out if each stage has one device.
     shared = any(stage["replicas"] > 1 for stage in stages)
-    # The title of each column of seconds, and the name of the seconds in a stage.
+    # The title of each column of seconds, and the stem of its key in a stage.
     seconds = {
         "F": "forward",
         "B": "backward",

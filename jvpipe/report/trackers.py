@@ -1,6 +1,6 @@
 """Sends the metrics of a run to trackers: TensorBoard, Weights & Biases, MLflow and trackio.
 
-Other packages can add trackers by an entry point (`ENTRY_POINTS`).
+Other packages can add trackers through entry points (`ENTRY_POINTS`).
 """
 
 import importlib
@@ -32,18 +32,18 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what is not written yet. This is the last call."""
+        """Writes all pending metrics. This is the last call."""
         ...
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker needs to know about a run.
+    """The information about a run that a tracker receives.
 
     Attributes:
         folder: the folder of the run; its name is the name of the run.
         config: the options of the run.
-        first_step: the number of steps that the run had made before this start.
+        first_step: the number of steps that the run had made before it was started or resumed.
     """
 
     folder: Path
@@ -54,15 +54,15 @@ class TrackedRun:
 class TensorBoard:
     """A tracker that writes event files to the folder `tensorboard` of the run.
 
-    A resumed run purges the steps that it had logged after its last checkpoint, and makes them
-    again. TensorBoard's names cannot have colons, so peak_bytes/cpu:0 is called peak_bytes/cpu_0.
+    A resumed run purges the steps logged after its last checkpoint, and logs them again.
+    TensorBoard's names cannot have colons, so peak_bytes/cpu:0 becomes peak_bytes/cpu_0.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter
         purged = run.first_step + 1 if run.first_step else None
-        begun = f".from-{run.first_step}"  # each start of the run writes a file of its own
+        begun = f".from-{run.first_step}"  # each start of the run writes its own file
         self._writer = SummaryWriter(
             str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun
         )
@@ -78,7 +78,7 @@ class TensorBoard:
 
 
 class _Sent:
-    """A tracker whose package has a run object with `log` and `finish`."""
+    """A tracker for a package that has a run object with `log` and `finish`."""
 
     _run: Any
 
@@ -95,14 +95,14 @@ class WeightsAndBiases(_Sent):
     """A tracker that sends to Weights & Biases; wandb reads its own settings.
 
     WANDB_MODE=offline keeps the metrics in the folder `wandb` of the run. A resumed run keeps its
-    id, which is in the file `wandb.id`.
+    id, which the file `wandb.id` holds.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         with extra("wandb"):
             import wandb
         named = run.folder / "wandb.id"
-        # If the file exists, the run is resumed and goes on under its old id.
+        # If the file exists, the run is resumed under its old id.
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
         try:
@@ -125,7 +125,7 @@ class WeightsAndBiases(_Sent):
 class MLflow:
     """A tracker that sends to MLflow's MLFLOW_TRACKING_URI, or to a database in the run's folder.
 
-    A resumed run keeps its id, which is in the file `mlflow.id`.
+    A resumed run keeps its id, which the file `mlflow.id` holds.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -147,7 +147,7 @@ class MLflow:
     def log(self, step: int, metrics: Numbers) -> None:
         """Takes the numbers of a step."""
         now_ms = int(time.time() * 1000)
-        # One batch for each step, because each call is a request to the server.
+        # Each call is a request to the server, so a step's metrics are sent in one batch.
         batch = [self._metric(name, float(value), now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=batch)
 
@@ -179,15 +179,15 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-"""jvpipe's own trackers by name; each needs the optional packages (the extra) of that name."""
+"""jvpipe's own trackers by name; each needs jvpipe's optional dependency of the same name."""
 _PACKAGES = {"tensorboard": "tensorboardX"}
 ENTRY_POINTS = "jvpipe.trackers"
-"""The group of entry points in which packages announce trackers. Each is a function that takes a
-`TrackedRun` and returns a `Tracker`."""
+"""The group of entry points in which packages register trackers. Each entry point is a function
+that takes a `TrackedRun` and returns a `Tracker`."""
 
 
 def find_tracker(name: Any) -> Callable[[TrackedRun], Tracker]:
-    """Returns the tracker with a name: one of jvpipe's, or one of another installed package.
+    """Returns the tracker with a name, from jvpipe or from another installed package.
 
     Raises:
         ValueError: there is no such tracker, or its package is not installed or cannot be loaded.
@@ -213,13 +213,13 @@ def find_tracker(name: Any) -> Callable[[TrackedRun], Tracker]:
 class Tracking:
     """A function for `on_step` that sends the metrics of a run to trackers.
 
-    It is also a context manager, whose end closes the trackers. The metrics of a step are read only
-    when the next step has been dispatched, so that no device is idle meanwhile. If the run has
-    several processes, only the first one sends.
+    It is also a context manager, which closes the trackers at its end. The metrics of a step are
+    read after the next step has been dispatched, so that devices are not idle meanwhile. If the run
+    has several processes, only the first one sends.
 
     Args:
-        names: names of trackers: "tensorboard", "wandb", "mlflow", "trackio", or those of installed
-            packages.
+        names: names of trackers: "tensorboard", "wandb", "mlflow", "trackio", or others that
+            installed packages register.
         folder: the folder of the run, which is made if needed; its name is the name of the run.
         config: the options of the run, for the trackers to record.
 
@@ -234,18 +234,18 @@ class Tracking:
         folder: str | Path,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        # A value that has no elements is looked up like a name.
+        # A value that is not a sequence, such as a text, is looked up as one name.
         listed: Sequence[Any] | None = several(names)
         self._begin = [find_tracker(name) for name in ([names] if listed is None else listed)]
         self._folder, self._config = checked_path("folder", folder), dict(config or {})
         self._trackers: list[Tracker] | None = None
-        # The step that is dispatched and not yet sent.
+        # The step and metrics that were dispatched but not yet sent.
         self._untold: tuple[int, Mapping[str, Any]] | None = None
         self._steps = 0
 
     def __call__(self, state: Any, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of a dispatched step, and sends those of the step before it."""
-        # The step is that of the state; without a state, calls are counted from 1.
+        # The state has the number of the step. Without a state, calls are counted from 1.
         self._steps = getattr(state, "step", self._steps + 1)
         if self._trackers is None:
             self._trackers = []

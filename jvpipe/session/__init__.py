@@ -5,7 +5,7 @@ Files in the order in which a run needs them:
     options, arguments, devices, settings         options are checked and become settings
     planning, measuring                           a plan that keeps the limit, seconds and bytes
     model_planner, compiled_plans                 the first plan of a model, ready to run
-    engine, session, evaluation, checkpoints      a run, its steps, and what is done with its states
+    engine, session, evaluation, checkpoints      a run, its steps, evaluations and checkpoints
     trigger, adapt                                another plan, as asked or if devices become slow
     question, forecast, signing, forecasts        plans for hardware that is not here
 """

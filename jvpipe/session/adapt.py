@@ -1,28 +1,28 @@
-"""Watches how long steps take, and moves to another plan during training when the move pays.
+"""Measures how long steps take, and changes the plan during training if the change saves time.
 
 A migration is the move of layers to the devices of another plan. `Migrations` is the queue
 of migrations that the user or the watcher asks for. `Adapter` is the watcher.
 
-The training thread only hands over the marks of a step: arrays that become ready when the
-step's tasks have run. A second thread reads the marks, asks the judge (trigger.py) whether
-another plan would pay, and compiles the migration. The training thread makes the migration
-between two steps.
+The training thread only hands over the marks of a step, which are arrays that become ready when the
+step's tasks have run. A second thread reads the marks, asks the judge (trigger.py) whether another
+plan would save time, and compiles the migration. The training thread makes the migration between
+two steps.
 
-If there are several processes, each reports the seconds of its layers, the first one decides,
-and all migrate before the same step. They exchange news in rounds, every `ADAPTING.round_steps`
-steps. The columns are the step of the round, what the news says, and what follows:
+If there are several processes, each reports the seconds of its layers, the first process decides,
+and all migrate before the same step. Processes exchange news in a round every
+`ADAPTING.round_steps` steps. The columns are the round's step, its news and the next action:
 
     step 4     each process: the seconds of its layers      the first process asks its judge
     step 8     the first process: a proposed plan           all prepare it, beside the training
     step 12    each process: it is ready                    all migrate
 
-Between two rounds no process waits for another. Each process acts only on news that all
-have received, so all do the same. If a process is not ready to migrate, all wait for the
-next round. A single process needs no rounds: its second thread decides and prepares as soon
-as it has read a step, and the migration is made before the next step that begins.
+Between two rounds, no process waits for another. Each process acts only on news that all processes
+have received, so all take the same action. If a process is not ready to migrate, all wait for the
+next round. A single process needs no rounds: its second thread decides and prepares as soon as it
+has read a step, and the next step begins with the migration.
 
-`ADAPTING` says how often steps are read, and `Rule` (planners/replanning.py) how much
-evidence a move needs.
+`ADAPTING` sets how often steps are read. `Rule` (planners/replanning.py) sets how much evidence a
+migration needs.
 """
 
 import logging
@@ -60,12 +60,12 @@ from jvpipe.util.devices import first_of
 
 @dataclass(frozen=True)
 class AdaptEffort:
-    """How much of a run's time may go into watching it.
+    """Limits on the work of the second thread and on the exchange of news.
 
     Attributes:
         waiting_steps: how many steps may wait to be read by the second thread. While that
             many wait, new steps are skipped.
-        round_steps: steps from one exchange of news to the next, the same in all processes.
+        round_steps: the steps between two exchanges of news, equal in all processes.
     """
 
     waiting_steps: int = 4
@@ -77,7 +77,7 @@ _log = logging.getLogger("jvpipe")
 
 
 class Adapter:
-    """The watcher of a pipeline's steps: once switched on, it queues migrations that pay.
+    """The watcher of a pipeline's steps. While it is on, it queues migrations that save time.
 
     Args:
         compiled_plans: the compiled plans of the model.
@@ -100,7 +100,7 @@ class Adapter:
         self._link: Link | None = None  # measured before the first watched step
 
     def switch(self, on: bool, rule: Rule) -> None:
-        """Switches watching on, under a rule, or off; all processes must do the same.
+        """Switches the watcher on or off, and sets its rule; all processes must do the same.
 
         Raises:
             Disagreement: another process is switched differently, or has another rule.
@@ -111,7 +111,7 @@ class Adapter:
         self._judge = Judge(rule, self._compiled_plans, self._limits)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Watches another model from now on; readings of the earlier model are no longer used."""
+        """Watches another model from now on, and drops the readings of the earlier model."""
         self._compiled_plans = compiled_plans
         self._judge = Judge(self._judge.rule, compiled_plans, self._limits)
 
@@ -121,7 +121,7 @@ class Adapter:
         """Lets the second thread read a dispatched step; returns at once.
 
         Args:
-            monitor: has the marks of the step.
+            monitor: holds the marks of the step.
             compiled: the plan under which the whole step ran.
             step: the step's number.
             stream_steps: how many steps a stream (a run without flushes) has had after this one.
@@ -131,7 +131,7 @@ class Adapter:
             return
         record, first = monitor.close(), self._compiled_plans.current
         is_free = self._thread.waiting < ADAPTING.waiting_steps
-        # Steps on batches of other shapes take other times, so they are not compared.
+        # Seconds depend on batch shapes, so only steps on the first shape are compared.
         if record and is_free and compiled.traced is first.traced:
             if not self._hosts or not self._hosts.process:  # this process decides
                 self._judge.plans[step] = first.plan
@@ -139,7 +139,7 @@ class Adapter:
             self._thread.ask(self._look, self._judge, read, first, step, stream_steps)
 
     def offer(self, step: int) -> None:
-        """Does a round before `step` if one is due: exchanges news, then prepares or migrates."""
+        """Exchanges news before `step` if a round is due; then prepares or queues a migration."""
         if not self._thread:
             return
         judge, hosts, current = self._judge, self._hosts, self._compiled_plans.current
@@ -153,7 +153,7 @@ class Adapter:
             return
         if step % ADAPTING.round_steps:
             return
-        # All processes come here at the same steps, so they exchange news of the same round.
+        # All processes reach this line at the same steps, so they exchange news of the same round.
         words = hosts.exchange("seconds", judge.news().to_json().encode())
         news = [Told.from_json(word.decode()) for word in words]
         proposal = news[0].proposal
@@ -189,8 +189,8 @@ class Adapter:
             judge.refuse(proposal.new)
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
-            # Processes that have prepared to move in different ways cannot move together.
-            # `UNFORESEEN` makes them all prepare again, in the same way, once the move is due.
+            # Processes that have prepared different kinds of migration cannot migrate together.
+            # `UNFORESEEN` makes all processes prepare the same migration again once it is due.
             foreseen = UNFORESEEN
             if len({one.how for one in news}) == 1:
                 agree_on_rows(migration.new, "migrations", migration.rows)
@@ -229,7 +229,7 @@ class Migrations:
 
     Args:
         compiled_plans: the compiled plans of the model; each migration changes their plan.
-        controller: runs the copies of a migration.
+        controller: runs the copies that a migration needs.
         limits: the limits of memory in bytes; they also hold while the layers of a migration move.
         warmup_updates: how many of the first updates of an asynchronous run are made in
             synchronous steps.
@@ -303,13 +303,13 @@ class Migrations:
         Args:
             state: the newest state.
             drain: finishes the micro-batches in flight.
-            compiled: the compiled plan of the next step; None stands for the present one. If
-                this is the present one and the synchronous first steps are over, a migration
+            compiled: the compiled plan of the next step; None stands for the present one. If the
+                next step has the present plan and the synchronous first steps are over, a migration
                 that is due inside the step stays queued, and the step makes it. Otherwise the
                 migration is made now.
 
         Raises:
-            StageError: a copy failed; the error's `state` is whole under the old plan.
+            StageError: a copy failed; the error's `state` has all its arrays under the old plan.
         """
         while self.queue and (change := self.queue[0].change).step <= state.step:
             migration, old = self.queue[0], self._compiled_plans.current
@@ -324,7 +324,7 @@ class Migrations:
             if migration.change.how == "inside":
                 break
             self.queue.popleft()
-            # A move between two steps needs the arrays at rest: no micro-batch may be in flight.
+            # A migration between two steps requires that no micro-batch is in flight.
             state = drain(state)
             state.check(migration.bound.lowered.persistent)
             self._controller.settle()
@@ -346,7 +346,7 @@ class Migrations:
     def _prepared(
         self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
     ) -> Migration:
-        """Prepares a migration, and makes sure that all processes have the same rows for it."""
+        """Prepares a migration, and checks that all processes have the same rows for it."""
         migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
         agree_on_rows(migration.new, "the rows of a migration", migration.rows)
         if self._controller.monitor:
@@ -366,12 +366,12 @@ class Migrations:
         _log.info("%s", migration.change)
 
     def begin_run(self) -> None:
-        """Forgets the queued and the past migrations, which belong to the run before."""
+        """Forgets the queued and the past migrations, which belong to the previous run."""
         self._discard("run")
         self.history = []
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Takes another model's compiled plans; forgets migrations queued for the model before."""
+        """Uses another model's compiled plans; drops migrations queued for the previous model."""
         self._discard("model")
         self._compiled_plans = compiled_plans
 

@@ -1,8 +1,8 @@
 """The checks of a user's arguments: numbers, names, functions, random keys and streams.
 
-Each check raises ValueError for a wrong value, with a message that has the option's name,
-the value and what to give instead. A check whose name begins with `check_` returns nothing.
-The others return the value in the form that the code after them needs.
+Each check raises ValueError for a wrong value, with a message that names the option and the value,
+and suggests a valid value. A check whose name begins with `check_` returns nothing. The others
+return the value in the form that the code after them needs.
 """
 
 import inspect
@@ -30,10 +30,10 @@ from jvpipe.util.paths import path_name
 
 Tree = Any
 Limits = int | tuple[int, ...] | None
-"""The bytes that devices may hold: one limit for all devices, or one for each. In a run,
-None stands for the limits that devices report; in a plan for absent hardware, for all memory."""
+"""The bytes that devices may hold: one limit for all devices, or one for each. None stands for the
+limits that devices report; for absent hardware, None stands for all of its memory."""
 PER_LAYER = "per_layer"
-"""The optimizer sees parameters of stacked layers (those of a scan) as one array per layer."""
+"""With this value, the optimizer sees parameters of scanned layers as one array per layer."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
 """The default numbers of stages and micro-batches, both in `Pipeline` and in `plan_for`."""
 
@@ -62,12 +62,12 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
 
 
 def positive(name: str, value: Any, largest: float = math.inf) -> float:
-    """Checks a number above 0, and not above a limit if there is one.
+    """Checks that a number is above 0 and at most `largest`, and returns it as a float.
 
     Args:
         name: the name of the option, for the message.
         value: what the user gave.
-        largest: the limit, which the number may reach.
+        largest: the largest number allowed.
     """
     if not _is_positive(value) or value > largest:
         limit = "" if largest == math.inf else f", and at most {largest:.3g}"
@@ -81,8 +81,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
-    """Makes a check that a name is one of `choices`; `kind` is the message's word for a choice."""
-    # Each check reads the names, but `choices` may be an iterator, which can be read only once.
+    """Makes a check that a name is one of `choices`; messages call a choice a `kind`."""
+    # Every call of `check` reads the names, and an iterator could be read only once.
     names = list(choices)
 
     def check(name: str, value: Any) -> str:
@@ -111,7 +111,7 @@ def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:
-    """Checks that a value can be a name: any text that is not empty.
+    """Checks that a value can be a name, which is any text that is not empty.
 
     Args:
         name: the name of the option, for the message.
@@ -126,30 +126,30 @@ def checked_name(name: str, value: Any, usual: str) -> str:
 
 
 def checked_schedule(name: str, schedule: Any) -> Schedule:
-    """Returns the schedule with the given name; a schedule is returned as it is."""
+    """Returns the schedule with the given name; a `Schedule` object is accepted, too."""
     return find_schedule(
         schedule if isinstance(schedule, Schedule) else checked_name(name, schedule, "1f1b")
     )
 
 
 def checked_stages(name: str, stages: Any, largest: int) -> int | Plan:
-    """Checks the number of stages; returns a plan as it is.
+    """Checks the number of stages, and returns it; a plan is returned unchanged.
 
     Args:
         name: the name of the option, for the message.
         stages: what the user gave.
-        largest: the most stages that are accepted.
+        largest: the largest number of stages that is accepted.
     """
     return stages if isinstance(stages, Plan) else whole_number(name, stages, most=largest)
 
 
 def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
-    """Returns fates (keep, swap or recompute) by patterns of names.
+    """Returns a mapping from patterns of names to fates (keep, swap or recompute).
 
     Args:
         name: the name of the option, for the message.
         fates: a mapping, or a text from a command line.
-        of: what the patterns name, for the message.
+        of: the kind of objects that the patterns name, for the message.
 
     Raises:
         ValueError: `fates` is neither a mapping of texts nor a text of the form below.
@@ -169,7 +169,7 @@ def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
 
 
 def checked_stacked(name: str, stacked: Any) -> str:
-    """Checks the option that says how an optimizer sees stacked layers.
+    """Checks the option that sets how an optimizer sees stacked layers.
 
     >>> checked_stacked("stacked", "per_layer")
     'per_layer'
@@ -183,7 +183,7 @@ def checked_stacked(name: str, stacked: Any) -> str:
 
 
 def checked_moment(at: Any) -> tuple[int, int] | None:
-    """Checks a step and one of its micro-batches, if they are given.
+    """Checks a moment, which is a step and one of its micro-batches; returns None for None.
 
     >>> checked_moment([3, np.int64(1)])
     (3, 1)
@@ -199,7 +199,7 @@ def checked_moment(at: Any) -> tuple[int, int] | None:
 
 
 def checked_plan(plan: Any) -> Plan:
-    """Checks that a value to migrate to is a plan."""
+    """Checks that the argument of `migrate` is a plan, and returns it."""
     if not isinstance(plan, Plan):
         raise ValueError(
             f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}"
@@ -208,7 +208,7 @@ def checked_plan(plan: Any) -> Plan:
 
 
 def checked_stream(batches: Any, num_steps: Any) -> Iterator[Any]:
-    """Returns an iterator over the batches of a stream, of which it yields at most `num_steps`."""
+    """Returns an iterator over a stream, limited to `num_steps` batches unless this is None."""
     if isinstance(batches, Mapping) or not is_stream(batches):
         kind = type(batches).__name__
         raise ValueError(f"run takes a stream of batches, such as a list, not one {kind}: use step")
@@ -225,7 +225,7 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
             f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}"
         )
     try:
-        # Arguments are only bound to the signature, so the loss is not called.
+        # The arguments are bound to the signature; the loss is not called.
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # a callable without a signature, such as one written in C
         return
@@ -247,7 +247,7 @@ def check_predicted(function: Any, *, has_state: bool) -> None:
 
 
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
-    """Raises ValueError if a loss cannot be called as needed, or an optimizer is not one of optax.
+    """Raises ValueError if a loss has the wrong arguments, or an optimizer is not optax's.
 
     Args:
         loss_fn: as the user gave it.
@@ -264,7 +264,7 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
 
 
 def check_key(rng: Any) -> None:
-    """Raises ValueError for anything except one random key, made by `key` or `PRNGKey` of JAX."""
+    """Raises ValueError unless `rng` is one random key, made by JAX's `key` or `PRNGKey`."""
     cure = (
         f": write jax.random.key({rng})"
         if isinstance(rng, (int, np.integer))
@@ -320,7 +320,7 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
 
 
 def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
-    """Checks how many devices each stage is to have: a number for each, or "auto".
+    """Checks the number of devices of each stage: a number for each stage, or "auto".
 
     >>> checked_replicas("replicas", "2:1"), checked_replicas("replicas", "auto")
     ((2, 1), 'auto')
@@ -348,7 +348,7 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     Traceback (most recent call last):
     ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
-    # A set could be iterated over, but what it yields would not be speeds in order.
+    # Iterating over a set would not yield speeds in the order of devices.
     listed: list[Any] = (None if isinstance(speeds, Set) else several(speeds)) or [speeds]
     if not all(map(_is_positive, listed)):
         raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
@@ -366,9 +366,9 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
 def check_deferred(options: Mapping[str, Any]) -> None:
     """Raises ValueError unless the other options allow deferred batch norms.
 
-    Deferred batch norms keep sums over a whole batch in the model state. So there must be a
-    model state, and each batch must end before the next one begins. There must be no
-    replicas, because each would sum over its own examples only.
+    Deferred batch norms keep sums over a whole batch in the model state. So they need a model
+    state, and each batch must end before the next one begins. Replicas are not allowed, because
+    each replica would sum over its own examples only.
     """
     if not options["deferred_batch_norm"]:
         return

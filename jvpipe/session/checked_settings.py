@@ -1,4 +1,4 @@
-"""Turns options into settings, which includes the choice of a device for each stage."""
+"""Turns options into settings, and chooses a device for each stage."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -30,7 +30,7 @@ from jvpipe.util.given import several
 
 
 def checked_devices(devices: Any) -> list[Device]:
-    """Checks the devices that the user gives, and returns them; for None, all devices of JAX."""
+    """Checks and returns the devices that the user gives; None stands for all devices of JAX."""
     chosen = several(jax.devices() if devices is None else devices)
     if not chosen or not all(hasattr(device, "addressable_memories") for device in chosen):
         raise ValueError(
@@ -55,26 +55,26 @@ def place(
     then stage 1.
 
     Args:
-        stages: how many devices a micro-batch passes, or a plan; None if a planner decides it.
+        stages: how many devices a micro-batch passes, or a plan; None if a planner decides.
         devices: the devices as the user gave them.
-        schedule: says which stages share a device.
-        replicas: how many devices each stage takes, if some stage takes several.
+        schedule: determines which stages share a device.
+        replicas: the number of devices of each stage, if a stage has several.
         shares: whether the planner decides how many devices each stage takes.
 
     Returns:
-        The devices and the indices. There are no indices if a plan or a planner decides them.
+        The devices and the indices. The indices are empty if a plan or a planner decides them.
 
     Raises:
         ValueError: there are too few devices, or two replicas would share one.
     """
     offered = checked_devices(devices)
-    # Stages share a device that the user names more than once. Replicas cannot share a device.
+    # Stages share a device that the user lists more than once. Replicas cannot share a device.
     if shares or replicas:
         _check_different(offered)
     elif devices is None and stages:
         count = stages.device_count if isinstance(stages, Plan) else stages
         offered = [*dealt(count, offered), *offered]
-    # `dict.fromkeys` keeps the order, which is the order in which stages take devices.
+    # `dict.fromkeys` keeps the order in which stages take devices.
     distinct = tuple(dict.fromkeys(offered))
     available = len(distinct if devices is None else offered)
     if isinstance(stages, Plan) or stages is None:
@@ -96,7 +96,7 @@ def place(
 
 
 def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares: bool) -> str:
-    """Writes how many devices are needed and present, and what the user can change."""
+    """Returns a message with the numbers of devices needed and present, and a remedy."""
     if replicas:
         return (
             f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {count}: "
@@ -149,7 +149,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
             f"{stages} stages are too few for {len(processes)} processes: use at least as "
             "many stages, or fewer processes"
         )
-    # With such blocks, few tensors cross between processes.
+    # Blocks of consecutive stages make few tensors cross between processes.
     count = len(processes)
     process_of = [processes[s * count // stages] for s in range(stages)]
     order = list[Device]()
@@ -164,7 +164,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(order)
 
 
-# Options become settings: they are checked against each other, and against the devices.
+# The functions below check options against each other and against the devices.
 
 
 def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, Any]) -> Settings:
@@ -174,8 +174,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         loss_fn: as the user gave it.
         optimizer: as the user gave it.
         devices: as the user gave them.
-        options: values by option name, each already checked on its own; some are removed
-            from the dict.
+        options: values by option name, each already checked alone; the function removes some of
+            them.
 
     Raises:
         ValueError: an option contradicts another one, or the devices.
@@ -195,7 +195,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     counts = None if stages is None or shares else replica_counts(replicas, stages, schedule)
     groups, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
     used, places = place(stages, groups, schedule, counts, shares=shares)
-    # Devices beyond those of the plan are for later plans. The user gives no speeds for them.
+    # Devices that the plan does not use are for later plans. The user gives no speeds for them.
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
@@ -236,7 +236,7 @@ def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> 
 def shares_devices(
     replicas: str | tuple[int, ...] | None, stages: int | Plan | None, planner: str
 ) -> bool:
-    """Tells whether the planner is to decide how many devices each stage has.
+    """Tells whether the planner decides how many devices each stage has.
 
     Args:
         replicas: "auto", or how many devices each stage has.
@@ -244,7 +244,7 @@ def shares_devices(
         planner: the planner's name.
 
     Raises:
-        ValueError: `replicas` is "auto", but this planner cannot decide it or a plan has done so.
+        ValueError: `replicas` is "auto", but the planner cannot choose it, or a plan sets it.
     """
     if replicas != "auto":
         return False
@@ -270,11 +270,11 @@ def shares_devices(
 def stages_under(
     stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
 ) -> int | Plan | None:
-    """Returns the number of stages or the plan, for a schedule; None if a planner decides it.
+    """Returns the number of stages or the plan, under a schedule; None if a planner decides.
 
     Args:
         stages: the number of stages, or a plan; None if neither is given.
-        schedule: the schedule, which may refuse the numbers, or warn of idle devices.
+        schedule: the schedule, which may refuse the numbers or warn about idle devices.
         microbatches: how many micro-batches a step has.
         shares: whether the planner decides how many devices each stage has.
     """
@@ -293,15 +293,15 @@ def stages_under(
 def replica_counts(
     counts: tuple[int, ...] | None, stages: int | Plan, schedule: Schedule
 ) -> tuple[int, ...] | None:
-    """Returns how many devices each stage has; None if each has one, or a plan says how many.
+    """Returns how many devices each stage has; None if each has one, or a plan sets the numbers.
 
     Args:
-        counts: how many devices the user gives to each stage, if any.
+        counts: the number of devices that the user gives to each stage; None if not given.
         stages: the number of stages, or a plan.
         schedule: the schedule; some schedules cannot have replicas.
 
     Raises:
-        ValueError: there are more or fewer counts than stages, or a plan has other counts.
+        ValueError: the number of counts is not the number of stages, or a plan has other counts.
     """
     if isinstance(stages, Plan):
         if counts not in (None, stages.replicas):

@@ -1,8 +1,8 @@
-"""Checkpoints of a session's states, with arrays that are named by their parameters' paths.
+"""Checkpoints of a session's states; the names of arrays are the paths of their parameters.
 
-A micro-batch is in flight if its forward has run and its backward has not. A state at rest
-has none in flight and can be restored under any cuts. A state in flight has some; its
-arrays are restored to the places where they lay, so the cuts must be the same.
+A micro-batch is in flight if its forward has run and its backward has not. A state at rest has no
+micro-batch in flight and can be restored under any cuts. A state in flight has some; its arrays
+return to the devices from which they were saved, so the cuts must be the same.
 """
 
 import json
@@ -34,7 +34,7 @@ from jvpipe.util.pattern import anything, compare
 class Snapshot:
     """A copy of a state on the host, which later steps do not change.
 
-    If there are several processes, each one's snapshot has the arrays that the process holds.
+    If there are several processes, the snapshot of each has the arrays that this process holds.
     """
 
     arrays: Arrays
@@ -44,7 +44,7 @@ class Snapshot:
     def write(self, path: str | Path) -> None:
         """Writes the snapshot as a checkpoint; any thread may call this.
 
-        If there are several processes, all must write the same snapshots in the same order.
+        In a run of several processes, all must write the same snapshots in the same order.
 
         Args:
             path: the folder of the checkpoint.
@@ -56,7 +56,7 @@ class Snapshot:
 
 
 def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
-    """Copies a state to the host, to be written later; all processes of the run must call it.
+    """Copies a state to the host for later writing; all processes of the run must call this.
 
     Args:
         session: the session to which the state belongs.
@@ -76,7 +76,7 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
         except Exception as error:
             raise session.controller.failure(error) from error
 
-    # If a pipeline calls `restore` before `init`, its loss is traced with these shapes.
+    # If a user calls `restore` before `init`, the loss is traced with these shapes.
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
     meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
@@ -108,14 +108,14 @@ def restore(session: Engine, path: str | Path) -> State:
     Each process reads the arrays that it will hold.
 
     Args:
-        session: a session of the same model. If `init` was not called yet, the loss is
-            traced with the shapes in the checkpoint.
+        session: a session of the same model. If `init` has not been called, the loss is traced with
+            the shapes in the checkpoint.
         path: the folder of the checkpoint.
 
     Raises:
         ValueError: the checkpoint is of another model, or was saved in flight under other cuts.
         DamageError: a file of the checkpoint has changed or is missing.
-        MemoryLimitExceeded: the run does not keep the limits.
+        MemoryLimitExceeded: the run would exceed the limits.
     """
     hosts = session.settings.hosts
     saved = open_together(hosts, path)
@@ -124,7 +124,7 @@ def restore(session: Engine, path: str | Path) -> State:
         _trace(session, path, saved.meta)
     _check_key(session, path, saved.meta)
     compiled = session.compiled
-    if compiled.previous:  # the session's own stream ends here, so its earlier plans are dropped
+    if compiled.previous:  # the present stream ends here, so its earlier plans are dropped
         compiled = compiled.after(None)
     if "flight" in saved.meta:
         _saving(session, compiled).check_in_flight(path, saved.meta["flight"])
@@ -152,7 +152,7 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
 
 
 def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
-    """Raises ValueError unless the saved key is of the kind with which the model was traced."""
+    """Raises ValueError unless the saved key has the same kind as the key of the trace."""
     rng = session.trees.rng
     ours = None
     if rng is not None:
@@ -166,7 +166,7 @@ def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
 
 
 def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
-    """Raises ValueError if batches saved in flight differ in shape from the first batch here."""
+    """Raises ValueError if batches saved in flight have other shapes than the first batch here."""
     saved, here = meta["shapes"]["batch"], session.trees.batch
     then = None if saved is None else skeleton.load_container(saved)
     if then is not None and shapes_of(then)[1] != shapes_of(here)[1]:
@@ -186,18 +186,18 @@ def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledP
     step, updates = int(meta["step"]), int(meta["updates"])
     words = saved_words(meta)
     state = session.place(session.compiled_plans, compiled, leaves, words, step, updates)
-    # The ledger lacks the steps before the checkpoint, whose updates made the optimizer's state.
+    # The new ledger lacks the steps before the checkpoint, so it is complete only at step 0.
     session.ledger.versions = VersionLedger(complete=step == 0)
     return state
 
 
 def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> State:
-    """Places the arrays of a state in flight, each on the device where it lay."""
+    """Places the arrays of a state in flight, each on the device from which it was saved."""
     hosts, meta, in_flight = session.settings.hosts, saved.meta, saved.meta["flight"]
     stream_steps = int(in_flight["steps"])
     names = _saving(session, compiled).own(stream_steps)
     arrays = read_together(hosts, lambda: saved.read(names))
-    # Arrays go straight to where they lay, so placing them takes no more memory than a step.
+    # Arrays go straight to their devices, so placing them takes no more memory than a step.
     session.reset(compiled, compiled.peaks)
     try:
         placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)

@@ -47,21 +47,21 @@ _log = logging.getLogger("jvpipe")
 class CompiledPlans:
     """The compiled plans of one model. The loss is traced and compiled once for each batch shape.
 
-    The plan is made for the first shape. Later shapes keep this plan, because it also says
-    on which devices the state lies.
+    The plan is made for the first shape. Later shapes use the same plan, because the plan also
+    determines which devices hold the state.
 
     Args:
         settings: what the user asked for.
         store: compiles and keeps programs.
-        present: the compiled plans of the model that is in training, if this is another model.
-            Layers are then timed in the memory that the present model leaves under the limit.
+        present: the compiled plans of the model in training; None if `self` is for that model.
+            Layers are timed in the memory that the present model leaves under the limit.
     """
 
     def __init__(
         self, settings: Settings, store: ProgramStore, present: "CompiledPlans | None" = None
     ) -> None:
         self.settings, self._store = settings, store
-        self._follows = present is not None  # a switch should be quick: finer layers are not tried
+        self._follows = present is not None  # to keep a switch quick, finer layers are not tried
         self.runs: Runs = {} if present is None else present.runs
         first = settings.places[0] if settings.places else 0  # layers are timed on this device
         self._room_bytes = settings.limits[first] if settings.limits else None
@@ -74,7 +74,7 @@ class CompiledPlans:
         self._archive = Archive.beside_the_cache(again=settings.remeasure, busy=self._follows)
         self.planned: Planned | None = None
         self.shape: ChosenShape | None = None
-        self.model_id = object()  # every state of the model refers to it
+        self.model_id = object()  # every state of the model refers to this object
 
     def __bool__(self) -> bool:
         return bool(self._by_shapes)
@@ -114,7 +114,7 @@ class CompiledPlans:
         return layer_s, lines + loop_reasons(compiled.traced)
 
     def check_traced(self) -> None:
-        """Raises ValueError if no model was traced yet."""
+        """Raises ValueError if no model has been traced."""
         if not self._by_shapes:
             raise ValueError("this pipeline has no model yet: call init or restore first")
 
@@ -187,9 +187,9 @@ class CompiledPlans:
             batch: a whole batch.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
-            leaves_of: makes the parameters or puts them on devices, given their split into
-                layers; this happens before layers are timed, so the plan leaves room for them.
-            before: the compiled plans of the run before; their plan is kept if layers are equal.
+            leaves_of: makes the parameters or puts them on devices, given their split into layers.
+                It runs before layers are timed, so the plan leaves room for the parameters.
+            before: the previous run's compiled plans; their plan is kept if layers are equal.
         """
         settings = self.settings
         present = self.current if self._by_shapes else None
@@ -219,8 +219,8 @@ class CompiledPlans:
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
             finer = not self._follows
             compiled, self.planned, self.shape = planner.plan_together(traced, finer=finer)
-        # If another model is still training, this model's groups are compiled later, beside
-        # its own training.
+        # If another model is still training, this model's groups are compiled later, during its own
+        # training.
         if settings.group and not self._follows:
             compiled = self.in_groups(compiled)
         self._by_shapes[shapes_of(batch)] = compiled
@@ -240,7 +240,7 @@ class CompiledPlans:
             micro_batch: a micro-batch.
             rng: the key of the run.
             model_state: the model state, if the loss has one.
-            present: the trace at another batch shape, whose cuts are used; None: cuts are found.
+            present: the trace at another batch shape, whose cuts are used; None to find cuts.
         """
         settings = self.settings
         with phase("tracing and cutting the loss"):
@@ -259,7 +259,7 @@ class CompiledPlans:
             )
 
     def _agree(self, traced: Traced, cutter: OptimizerCutter) -> None:
-        """Makes sure that all processes have traced the same loss and optimizer."""
+        """Checks that all processes have traced the same loss and optimizer."""
         hosts, schedule = self.settings.hosts, self.settings.schedule
         if hosts is None:
             return
@@ -269,7 +269,7 @@ class CompiledPlans:
         hosts.agree("what the processes train", parts)
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
-        """Splits a model's layers like the present model's; None if layers or parameters differ."""
+        """Splits layers like the present model's; returns None if layers or parameters differ."""
         present = self.current.traced
         containers = jax.tree.structure(self.trees.params)
         if traced.cuts != present.cuts or jax.tree.structure(params) != containers:
@@ -280,7 +280,7 @@ class CompiledPlans:
     def in_groups(self, compiled: CompiledPlan) -> CompiledPlan:
         """Returns the plan with layers in groups that run as one program each.
 
-        Groups hold more memory, so the layers stay apart if groups would exceed a limit.
+        Groups take more memory, so layers are not grouped if groups would exceed a limit.
         """
         grouped = replace(compiled, grouped=True)
         limits = Limits(self.settings.limits or None)
@@ -298,8 +298,8 @@ class CompiledPlans:
 
         Args:
             plan: the plan.
-            base: a compiled plan of this model; unless given, that of the first batch shape.
-            traced: the model at another batch shape than that of `base`.
+            base: a compiled plan of this model; None stands for the one of the first batch shape.
+            traced: the model at another batch shape; None stands for the batch shape of `base`.
         """
         base = base or self.current
         return compile_plan(
@@ -315,11 +315,11 @@ class CompiledPlans:
         """Compiles the successive plans of a stream (a run without flushes); returns the last one.
 
         Args:
-            spans: (first micro-batch, plan as JSON) of each plan in turn, the present one
-                last, as the checkpoint of the stream lists them.
+            spans: (first micro-batch, plan as JSON) of each plan in order, the present plan last,
+                as the checkpoint of the stream lists them.
         """
-        # A compiled plan, unless it is the first, refers to the compiled plan before it and
-        # has the number of the micro-batch at which it replaced that plan.
+        # Each compiled plan except the first refers to its predecessor, and has the number of the
+        # micro-batch at which it replaced the predecessor.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = self.with_plan(Plan.from_json(plan)).after((earlier, start) if n else None)
@@ -331,9 +331,9 @@ class CompiledPlans:
     def adopt(self, compiled: CompiledPlan) -> None:
         """Makes the plan of `compiled` the plan of every batch shape from now on.
 
-        `compiled` itself is for the first batch shape, whose compiled plan it replaces.
+        `compiled` must be for the first batch shape, and replaces the compiled plan of this shape.
         """
-        # The first shape stays first, because `current` reads the plan of all shapes there.
+        # The first shape stays first, because `current` returns the first entry.
         (first, _), *others = self._by_shapes.items()
         by_shapes: dict[Any, CompiledPlan] = {first: compiled}
         for key, other in others:
@@ -350,7 +350,7 @@ class CompiledPlans:
         if self.current.warmup is not None:
             every.append(self.current.warmup)
         for compiled in every:
-            compiled.peaks  # noqa: B018 - reading it compiles the plan where its layers lie now
+            compiled.peaks  # noqa: B018 - reading it compiles the plan on its present devices
         local = [device for device in self.settings.devices if is_own(device)]
         programs = [
             self.current.placing.initial_program(piece) for piece in self.current.optimizer.init
@@ -363,16 +363,15 @@ Loss = Callable[..., Any]
 
 
 REMEMBERED = 64
-"""How many models are remembered; the one that was asked for longest ago is forgotten first."""
+"""The largest number of models that are kept; the least recently requested one is dropped first."""
 
 
 class KnownModels:
     """The compiled plans of the models that a pipeline has met.
 
-    Each model is traced and planned once, so a switch back to an earlier model costs
-    nothing. The key of a model is its loss function (the object, not its code) with the
-    shapes of its trees. `parked` has the arrays of other models, on the host, that the
-    present model does not use.
+    Each model is traced and planned once, so a switch back to an earlier model compiles nothing.
+    The key of a model is its loss function (the object, not its code) with the shapes of its trees.
+    `parked` holds, on the host, arrays of other models that the present model does not use.
     """
 
     def __init__(self, store: ProgramStore) -> None:
@@ -387,10 +386,10 @@ class KnownModels:
         """Returns the compiled plans of a loss; a new loss is traced at the present batch shape.
 
         Args:
-            present: the compiled plans of the model that is in training.
+            present: the compiled plans of the model in training.
             loss_fn: the loss; another function object with the same code counts as a new loss.
             params: arrays or shapes.
-            model_state: arrays or shapes; unless given, those of the present model.
+            model_state: arrays or shapes; None stands for the present model's.
 
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or `Pipeline.init`
@@ -405,7 +404,7 @@ class KnownModels:
         with self._lock:
             self._known[present_key] = present
             found = self._known.pop(key, None)
-            # The order is that of requests: the model that was asked for longest ago is first.
+            # Entries are in the order of requests, so the least recently requested model is first.
             self._known[key] = found or self._traced(present, loss_fn, params, model_state)
             while len(self._known) > REMEMBERED:
                 del self._known[next(iter(self._known))]

@@ -1,7 +1,7 @@
 """The engine of a pipeline: begins a run, and reads its states.
 
-Session (session.py) adds the steps of training to it. Evaluations and checkpoints need only
-this part.
+Session (session.py) extends the engine with training steps. Evaluations and checkpoints need only
+the engine.
 """
 
 import json
@@ -50,7 +50,7 @@ Metrics = dict[str, Any]
 class Engine:
     """The parts of a pipeline that steps, evaluations and checkpoints share.
 
-    They are the compiled plans, the controller (which dispatches rows), the ledger (which
+    The parts are the compiled plans, the controller (which dispatches rows), the ledger (which
     counts bytes and weight versions) and the limits.
 
     Args:
@@ -62,7 +62,7 @@ class Engine:
         self.store = shared_store()
         self.compiled_plans = CompiledPlans(settings, self.store)
         self.known_models = KnownModels(self.store)
-        # Arrays of models that are not in training lie on the host and count toward its limit.
+        # Parked arrays of models that are not in training count toward the host's limit.
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
         if any(device.platform == "cpu" for device in settings.devices):
@@ -76,7 +76,7 @@ class Engine:
             settings.hosts.connect()
             self.controller.hosts = settings.hosts
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
-        # The function of the last call of `predict`, compiled.
+        # The compiled function of the last call of `predict`, by its key.
         self.predictions: dict[Hashable, CompiledPlan] = {}
         # The plan with which the run began, and the peaks that all processes reported for it.
         self._begun_with: tuple[Plan, Sequence[Peak]] = Plan(()), ()
@@ -142,9 +142,9 @@ class Engine:
         return [picture(monitor, record, labels) for record in monitor.last(steps)]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Waits until the last step has ended; returns its spans, seconds and swapped bytes.
+        """Waits for the end of the last step, and returns its spans, seconds and swapped bytes.
 
-        If `before` is true, this is done for the step before the last one.
+        If `before` is true, the function measures the step before the last one.
         """
         measured, compiled = self._watching().measured(before=before), self.compiled
         kept = compiled.microbatches - 1 if compiled.plan.keep_last else None
@@ -191,12 +191,12 @@ class Engine:
         return by_name
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """Returns the arrays of a state without those that belong to micro-batches in flight.
+        """Returns the arrays of a state, except the arrays of micro-batches in flight.
 
         If a state in flight has several versions of an array, only the newest one is returned.
 
         Raises:
-            ValueError: the state is not whole, or belongs to another model.
+            ValueError: the state lacks arrays, or belongs to another model.
         """
         self.check_whole(compiled, state)
         return plain_arrays(compiled, state)
@@ -207,7 +207,7 @@ class Engine:
         state.check(len(names_of(compiled, state.stream_steps)))
 
     def check_state(self, state: State) -> None:
-        """Raises ValueError unless this is a state of the present model, in an unforked process."""
+        """Raises an error for a state of another model, or if this process is a fork."""
         check_not_forked()
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
@@ -223,12 +223,12 @@ class Engine:
             )
 
     def check_losses(self, state: State, *, wait: bool = False, last: bool = True) -> None:
-        """Warns of losses that are not finite.
+        """Warns about losses that are not finite.
 
         Args:
             state: the newest state.
-            wait: wait for losses that are not computed yet.
-            last: check the losses of the last step as well.
+            wait: whether to wait for losses that are not computed yet.
+            last: whether to check the losses of the last step, too.
 
         Raises:
             ValueError: a loss is not finite, and a parameter is NaN.
@@ -280,8 +280,8 @@ class Engine:
             compiled_plans: the compiled plans of the model.
             compiled: the compiled plan that places the arrays: one of `compiled_plans`, or
                 one that `compiled_plans` adopts afterwards.
-            leaves: by name, what makes an array or puts it on a device. Optimizer state
-                that has no leaf here is made by the optimizer.
+            leaves: by name, a leaf makes an array or puts it on a device. The optimizer makes the
+                state for which there is no leaf.
             words: the words of the run's key.
             step: how many steps have been done.
             updates: how many updates the parameters have had.
@@ -298,18 +298,18 @@ class Engine:
         return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)
 
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
-        """Forgets the earlier run, if the new run and the making of its arrays keep the limits.
+        """Drops the earlier run if the new run, and the making of its arrays, keep the limits.
 
         Args:
             compiled: the compiled plan of the new run.
-            making: the peak of each device, and last the host's, while the arrays of the
-                new run are made.
+            making: the peak of each device, followed by the host's, while the new run's arrays are
+                made.
 
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
         # The new run does not need the arrays that the earlier run has parked, so the check does
-        # not count them. They are forgotten after the check: a failed check must change nothing.
+        # not count them. They are dropped after the check: a failed check must change nothing.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:
@@ -331,7 +331,7 @@ class Engine:
     # Running
 
     def readable(self, values: Sequence[jax.Array]) -> Sequence[Any]:
-        """Returns the values of metrics; reading one raises an error if a process was lost."""
+        """Returns values of metrics; reading a value raises an error if a process was lost."""
         if self.settings.hosts is None:
             return values
         return [Awaited(value, self.controller.arrive) for value in values]
@@ -350,7 +350,7 @@ class Engine:
     def compiled_at(self, batch: Tree, updates: int) -> CompiledPlan:
         """Returns the compiled plan for a batch after some number of updates.
 
-        An asynchronous run may begin with synchronous steps. These have another compiled plan.
+        An asynchronous run may begin with synchronous steps, which have another compiled plan.
 
         Args:
             batch: a whole batch.
@@ -373,8 +373,8 @@ class Engine:
             batch: a whole batch.
             words: the words of the run's key, if it has one.
             step: the number of the step.
-            rows: the rows of the step, to check that every leaf that they read is present.
-            compiled: the compiled plan of the rows; the one in use unless given.
+            rows: the rows of the step; each leaf that they read must be present.
+            compiled: the compiled plan of the rows; None stands for the plan in use.
 
         Raises:
             ValueError: the rows read a leaf that is only a shape.
@@ -404,7 +404,7 @@ class Engine:
 
     def wait(self, state: State) -> State:
         """Waits until a state's arrays have been computed; raises errors of the steps so far."""
-        if isinstance(state, State):  # it may be of an earlier run
+        if isinstance(state, State):  # the state may belong to an earlier run
             state.check(len(state.arrays))
         for array in jax.tree.leaves(state):
             if isinstance(array, jax.Array):
@@ -414,7 +414,7 @@ class Engine:
         return state
 
     def replace_optimizer_state(self, state: State, leaves: Sequence[Any]) -> State:
-        """Returns the state with other values as the optimizer's state; consumes `state`."""
+        """Returns the state with a new optimizer state, given as leaves; consumes `state`."""
         self.check_whole(self.compiled, state)
         names = names_of(self.compiled, state.stream_steps)
         arrays = with_leaves(names, state.arrays, ValueKind.OPTIMIZER, leaves, consume=True)
@@ -422,7 +422,7 @@ class Engine:
 
 
 def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
-    """Returns the peaks of all devices, and last of the host, from the reports of all processes.
+    """Returns the peaks of all devices, then the host's, from the reports of all processes.
 
     Args:
         hosts: the processes.

@@ -1,15 +1,15 @@
-"""Evaluates a loss, or any function of the parameters; layers run where their parameters lie.
+"""Evaluates a loss, or any function of the parameters; layers run on their parameters' devices.
 
-An evaluation runs only the forwards of the plan in use. A prediction runs a function of the
-user's, which is traced and cut into layers like a loss. Each layer of the function runs on the
-device that holds the parameters that the layer reads, but never on an earlier stage than the
-layer before it. For example, a model and a function of it may run on two devices like this:
+An evaluation runs only the forwards of the plan in use. A prediction runs a user's function, which
+is traced and cut into layers like a loss. Each layer of the function runs on the device that holds
+its parameters, but never on an earlier stage than the layer before it. For example, a model and a
+function of its parameters may run on two devices like this:
 
     training      device 0: embed, block 0    device 1: block 1, head, loss
     prediction    device 0: embed, block 0    device 1: block 1, head, further work of the function
 
-The batch of a prediction is one micro-batch, because the values that the function returns need
-not have an entry for each example. The values of several micro-batches could not be joined.
+The batch of a prediction is one micro-batch. The values that the function returns need not have an
+entry for each example, so the values of several micro-batches could not be joined.
 """
 
 from collections import defaultdict
@@ -46,27 +46,27 @@ Function = Callable[..., Any]
 _Name = tuple[ValueKind, str | int]
 """An array's name: its kind, and the path of a parameter or the index of another array.
 
-Except for constants, it is the same in the graphs of the loss and of a function.
+Except for constants, an array has the same name in the graphs of the loss and of a function.
 """
 _Spot = tuple[_Name, int]
-"""An array's name, and the place where it lies."""
+"""An array's name, and the place that holds the array."""
 _LAST = Reductions(aux={"*": AuxReduction.LAST})
 """A prediction has one micro-batch, so the value of its last micro-batch is its only value."""
 
 
 def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] = ()) -> Metrics:
-    """Runs the forward of a batch; changes neither the state nor the measurements of steps.
+    """Runs a batch's forward, without changes to the state or to the measurements of steps.
 
     Args:
         session: the session to which the state belongs.
         state: its newest arrays are used.
         batch: a batch whose size is a multiple of the number of micro-batches.
         params: leaves to use in place of the state's parameters; empty to use the state's.
-            The given leaves and the state's are both in memory during the evaluation.
+            During the evaluation, the given leaves and the state's are both in memory.
 
     Raises:
         MemoryLimitExceeded: an evaluation exceeds the limit.
-        StageError: the evaluation failed; the state is whole.
+        StageError: the evaluation failed; the state is unchanged.
     """
     compiled = session.compiled_plans.for_batch(batch)
     arrays = _newest_arrays(session, compiled, state)
@@ -81,11 +81,11 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
 
 
 def predict(session: Engine, state: State, batch: Tree, function: Function) -> Tree:
-    """Computes a function of the newest parameters and a batch; nothing changes.
+    """Computes a function of the newest parameters and a batch; the state does not change.
 
     Args:
-        session: the session to which the state belongs. It remembers what was compiled last;
-            the same function object with the same plan and shapes is not compiled again.
+        session: the session to which the state belongs. It keeps the last compiled function; the
+            same function object with the same plan and shapes is not compiled again.
         state: its newest arrays are read.
         batch: a batch of any size.
         function: a function of (parameters, batch), or of (parameters, model state, batch)
@@ -94,7 +94,7 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     Raises:
         ValueError: the function reads no parameter, or returns no arrays.
         MemoryLimitExceeded: the arrays of the state and of the function exceed the limit.
-        StageError: the function failed; the state is whole.
+        StageError: the function failed; the state is unchanged.
     """
     session.check_state(state)
     training, compiled_for = session.compiled, session.predictions
@@ -120,7 +120,7 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
 
 
 def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """Returns a state's arrays in their newest versions, each where the plan places it."""
+    """Returns the newest versions of a state's arrays, each on the device of the plan."""
     arrays = session.plain_arrays(compiled, state)
     if session.settings.hosts is None:
         return arrays
@@ -141,10 +141,10 @@ def _holding(
 
     Args:
         session: has the limits and the ledger.
-        compiled: the plan whose forward is to run.
-        what: names the other arrays in the message.
+        compiled: the plan whose forward will run.
+        what: the name of the other arrays, for the message.
         beside: the bytes of the other arrays on each device.
-        new: the bytes that the ledger does not count yet; it counts them inside the context.
+        new: the bytes of arrays that the ledger counts only inside the context.
 
     Raises:
         MemoryLimitExceeded: a device would hold more than its limit.
@@ -180,7 +180,7 @@ def _forward(
         compiled: the plan.
         state: has the number of the step.
         arrays: the arrays that the forwards read, each on its device.
-        batch: the batch, of which each micro-batch is a slice.
+        batch: the batch; each micro-batch is a slice of it.
         words: the words of the random key; None if the forwards draw no random numbers.
     """
     controller, rows = session.controller, compiled.evaluation
@@ -194,7 +194,7 @@ def _forward(
         controller.monitor = monitor
 
 
-# The user's function is compiled to run where the parameters lie.
+# The functions below compile the user's function for the devices that hold the parameters.
 
 
 def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
@@ -264,21 +264,21 @@ def _arrays(
 ) -> tuple[list[jax.Array], list[int]]:
     """Returns the arrays that a function reads, each on the device that reads it.
 
-    An array of the training is used if it lies on that device, and copied there otherwise.
-    Arrays that the function closes over are not part of the training, so they are always copied.
+    An array of the training is used if it is on that device, and copied there otherwise. Arrays
+    that the function closes over are not part of the training, so they are always copied.
 
     Returns:
-        The arrays, with None for those that other processes read, and the bytes that had to be
-        copied to each device.
+        The arrays, with None for arrays that other processes read, and the bytes copied to each
+        device.
     """
     training, constants = session.compiled, compiled.traced.loss.constants
     there: dict[_Spot, jax.Array | None] = {}
     for buffer, array in zip(training.persistent, trained, strict=True):
-        # What the loss closes over is not what the function closes over.
+        # The loss and the function close over different constants.
         if buffer.value.kind is not ValueKind.CONSTANT:
             there[_name(training.traced.graph, buffer), buffer.place] = array
     carried = _carried(session, compiled, there)
-    # A value may lie on several devices. Its copies are equal, so any of them serves as the source.
+    # A value may have copies on several devices. All are equal, so any copy can be the source.
     anywhere = {name: array for (name, _), array in there.items() if array is not None}
     arrays, copied = list[Any](), [0] * len(compiled.devices)
     for buffer in compiled.persistent:
@@ -298,15 +298,15 @@ def _arrays(
 def _carried(
     session: Engine, compiled: CompiledPlan, there: Mapping[_Spot, jax.Array | None]
 ) -> dict[_Spot, jax.Array | None]:
-    """Copies arrays from other processes to the devices of this one that read them.
+    """Copies arrays from other processes to those devices of this process that read them.
 
-    A layer of the function may run on another stage than the one that holds what it reads, for
-    instance if the function reads parameters in another order than the loss.
+    A layer may run on another stage than the stage that holds its parameters, for instance if the
+    function reads parameters in another order than the loss.
 
     Args:
         session: the session of the training.
         compiled: the function.
-        there: all arrays of the training; None for an array that another process has.
+        there: all arrays of the training; None for an array that only another process has.
     """
     hosts = session.settings.hosts
     if hosts is None:
@@ -321,7 +321,7 @@ def _carried(
     for buffer in compiled.persistent:
         name = _name(compiled.traced.graph, buffer)
         places = holders.get(name, ())
-        # Every process knows where all arrays lie, so all of them find the same copies.
+        # Every process knows the places of all arrays, so all processes find the same copies.
         if places and process[buffer.place] not in {process[place] for place in places}:
             copies.append(compiled.carried(buffer, process[places[0]]))
             spots.append((name, buffer.place))

@@ -1,4 +1,4 @@
-"""The answers of planners for hardware that is not here: a plan, its seconds, bytes and reasons."""
+"""The answers of planners for absent hardware: plans with their seconds, bytes and reasons."""
 
 import math
 import time
@@ -46,10 +46,10 @@ from jvpipe.util.sizes import format_bytes
 class Forecast:
     """The answers of planners to a problem, the best answer first.
 
-    `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also
-    decided which devices each stage has (the shape), `shapes` holds the shapes that it could
-    choose from. `state_s` counts the seconds per step in which the optimizer's state is
-    copied from the host and back; the copies are assumed not to overlap with any other work.
+    `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also decided
+    which devices each stage has (the shape), `shapes` holds the shapes among which it chose.
+    `state_s` counts the seconds per step in which the optimizer's state is copied from the host and
+    back; the copies are assumed not to overlap with any other work.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -81,7 +81,7 @@ class Forecast:
 
     @property
     def simulated(self) -> bool:
-        """Whether there is a plan to simulate; the plan may be over the limit."""
+        """Whether there is a plan to simulate; the plan may exceed the limit."""
         return self.best.decision is not None
 
     @property
@@ -105,14 +105,13 @@ class Forecast:
 
     @cached_property
     def held_bytes(self) -> list[int]:
-        """Each device's peak bytes under the best plan, if all devices are like the one at hand.
+        """Each device's peak bytes under the best plan, on devices like this machine's first.
 
-        The programs are compiled for the device at hand, so the bytes equal those of a
-        run's ledger on such devices. Programs take other bytes on other hardware:
-        `plan_for(..., compile=True)` asks the compiler of that hardware, which gives each
-        stage's `compiled_bytes`. Without `compile`, the planner counts temporaries by rules
-        that compilers for GPUs and TPUs were seen to follow. The planner's bytes of a stage
-        may then be some percent too high or too low.
+        The programs are compiled for this machine's first device, so the bytes equal a run's on
+        such devices. Programs take other bytes on other hardware: `plan_for(..., compile=True)`
+        asks the compiler of that hardware for each stage's `compiled_bytes`. Without `compile`, the
+        planner estimates temporaries by rules derived from compilers for GPUs and TPUs. The
+        estimate for a stage may be a few percent too high or too low.
 
         Raises:
             ValueError: the problem was made from a profile, not from a model.
@@ -127,14 +126,14 @@ class Forecast:
 
     @cached_property
     def simulation(self) -> Timeline:
-        """The simulated step: what each device of the best plan does when, and holds in bytes."""
+        """The simulated step of the best plan: the tasks and bytes of each device over time."""
         return forecast(self.problem, self._decision)
 
     @property
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
         best = self.best.evaluation
-        # An infinite step is slower than every other one, so comparisons need no special case.
+        # An infinite step is slower than any other step, so comparisons need no special case.
         own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
         return own_s + self.state_s
 
@@ -154,17 +153,17 @@ class Forecast:
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """A lower bound on the seconds of a step of any plan that keeps the limit."""
+        """A lower bound on the seconds of a step under any plan that keeps the limit."""
         if self.best.decision is None:
             return math.inf
         return least_step_s(self.shapes) if self.shapes else least_bound(self.problem)
 
     def why_not(self) -> str:
-        """Says why no plan keeps the limit, and which limit a plan would keep."""
+        """Explains why no plan keeps the limit, and names a limit that a plan would keep."""
         return why_not(self.problem, self.answers)
 
     def figure(self, path: str | Path) -> None:
-        """Draws the simulated step with the memory of devices below it (png, svg or pdf)."""
+        """Draws the simulated step, and the memory of devices below it, as png, svg or pdf."""
         with extra("figures"):
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
@@ -183,7 +182,7 @@ class Forecast:
         chrome_trace.write_trace(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
-        """Returns what `--json` writes: the answer, or a list of several with the best first."""
+        """Returns the JSON of `--json`: one answer, or a list of answers with the best first."""
         answers = list(map(self._answer_json, self.answers))
         return answers[0] if len(answers) == 1 else answers
 
@@ -233,7 +232,7 @@ class Forecast:
         stages = stages_json(problem, answer)
         for stage in stages:
             del stage["host_bytes"]
-        # The compiler's bytes are added to each stage. Answers that were not compiled have none.
+        # The compiler's bytes are added to each stage. An answer that was not compiled has none.
         for stage, said in zip(stages, answer.compiled, strict=False):
             stage |= said.to_json()
         lists, shapes = problem.schedule.lists, self.shapes
@@ -276,13 +275,13 @@ class Forecast:
         )
 
     def _summary(self) -> str:
-        """Says how long a step and its slowest stage take, and how idle the devices are."""
+        """Returns a line about the best plan: a step's seconds, the slowest stage and idleness."""
         best, problem, shapes = self.best, self.problem, self.shapes
         evaluation, bound_s = best.evaluation, self.lower_bound_s
         assert evaluation is not None
         shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
         size = f" of {shapes.batch // problem.microbatches}" if shapes else ""
-        # The slowest all-reduce is the one that a step waits for.
+        # A step waits for the slowest all-reduce.
         reduce_s = max(cost.reduce_s for cost in evaluation.stages)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
         update_s = max(cost.update_s for cost in evaluation.stages)
@@ -312,8 +311,8 @@ def asked(
     """Asks planners to solve a problem, and returns their answers, the best first.
 
     Args:
-        problem: the problem; if it leaves the order of tasks to the planner (schedule
-            "auto"), the forecast's problem has the order of the best answer.
+        problem: the problem. If the planner chooses the order of tasks (schedule "auto"), the
+            forecast's problem has the order of the best answer.
         names: the names of the planners.
         title: the title of a figure.
         question: the question from which the problem was made.
@@ -325,7 +324,7 @@ def asked(
     check_sums(problem)
     for name in names:
         check_chooser(problem.schedule, name)
-    # The sort of `best_first` is stable, so of equally good plans jvpipe's own comes first.
+    # The sort of `best_first` is stable, so jvpipe's plan comes first among equally good plans.
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)
     by_planner = {
         name: timed(name, problem, partial(ask, name, problem), splits) for name in own_first
@@ -342,7 +341,7 @@ def timed(
     Args:
         planner: the name of the planner.
         problem: the problem to solve.
-        put: asks the planner.
+        put: calls the planner.
         splits: the cuts inside layers that the problem has.
 
     Returns:
@@ -370,13 +369,13 @@ def _answer(planner: str, planned: Planned, planning_s: float, splits: tuple[int
 
 
 def with_splits(question: Question, whole: Forecast) -> Forecast:
-    """Returns the answer with some layers cut in two if that makes the plan faster.
+    """Returns an answer with some layers cut in two if these cuts make the plan faster.
 
     The halves of a layer are assumed to give results that are bitwise identical to those of the
-    whole layer. This cannot be checked, because the hardware that would run them is not here.
+    whole layer. Without the hardware, this cannot be checked.
 
     Args:
-        question: has the model, which is traced again.
+        question: holds the model, which is traced again.
         whole: the answer in which no layer is cut.
     """
     first = whole.best

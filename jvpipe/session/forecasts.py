@@ -1,4 +1,4 @@
-"""Plans from shapes only, for hardware that is not here: the function `plan_for`."""
+"""Plans a model from its shapes, for absent hardware: the function `plan_for`."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -63,49 +63,49 @@ def plan_for(
     compile: bool | str = False,
     title: str = "",
 ) -> Forecast:
-    """Plans a model from its shapes, for hardware that is not here; nothing is allocated or run.
+    """Plans a model from its shapes, for absent hardware; nothing is allocated or run.
 
     With `compile`, the compiler of that hardware reports the bytes of the plan's programs.
-    It compiles each program once; the reports are kept in JAX's compilation cache. If the
-    plan takes more than the limit, another plan is made.
+    It compiles each program once; the reports are kept in JAX's compilation cache. If the plan
+    exceeds the limit, another plan is made.
 
-    With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then
-    decides whichever of stages, replicas, cuts and micro-batches are not given.
+    With `devices`, `replicas` or `cuts`, a stage may have several devices. The planner then chooses
+    each of stages, replicas, cuts and micro-batches that is not given.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or their shapes.
-        stages: how many stages; 2, unless it is given or the planner decides.
-        devices: how many devices all stages have together; unless given, as many as
-            `replicas` take, or else all of the hardware.
-        replicas: how many devices each stage has, such as (3, 1) or "3:1"; "auto" leaves it open.
+        stages: the number of stages; 2 by default, unless the planner decides.
+        devices: the number of devices of all stages together; by default, the sum of `replicas`, or
+            else all devices of the hardware.
+        replicas: the devices per stage, such as (3, 1) or "3:1"; "auto" lets the planner choose.
         cuts: how many layers each stage has.
-        hardware: a cluster: a name such as "h100", a TOML file, or a `Cluster`. Its first
-            devices are used. "a100-40gb" unless given.
+        hardware: a cluster, as a name such as "h100", a TOML file or a `Cluster`. Its first
+            devices are used. The default is "a100-40gb".
         memory_limit: bytes, or a text such as "16GiB", for all devices; or a sequence with
-            a limit for each. Unless given, all the memory that the devices have.
-        microbatches: how many parts a batch is split into; 4, unless it is given or the
-            planner decides.
-        schedule: the name of a schedule, or one with options; replicas need a synchronous one.
+            a limit for each. The default is all the memory of the devices.
+        microbatches: the number of micro-batches of a batch; 4 by default, unless the planner
+            decides.
+        schedule: a name, or a `Schedule` with options; replicas need a synchronous schedule.
         planner: the name of a planner, or several to compare; "all" compares all planners.
             Replicas are planned by "jvpipe", "pipedream" or "dapple".
-        optimizer: the optimizer whose state is counted; AdamW unless given.
+        optimizer: the optimizer whose state is counted; AdamW by default.
         model_state: arrays, or their shapes, if the loss has a model state (`has_state`).
         has_aux: whether the loss returns auxiliary values as well.
         has_state: whether the loss takes and returns a model state.
         stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
-        frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
-        state_fates: where the optimizer's state lies between updates, by patterns of
-            parameters. Unless given, a single planner that chooses fates decides it: state
-            lies on the host if no other plan fits, or if copying it is faster than
-            recomputing values to make room for it.
+        frozen: patterns of parameters that are not updated, as `jvpipe.Pipeline` takes them.
+        state_fates: where the optimizer's state is between updates, by patterns of parameters. By
+            default, a planner that chooses fates decides, unless several planners are given: state
+            is on the host if no other plan fits, or if copying it takes less time than the
+            recomputations that would make room for it.
         compile: True for the compiler of the hardware, or the name of a compile target,
             such as "v5e:4x4".
         title: the title of the figure.
 
     Raises:
-        ValueError: an argument cannot be used; the message has its value and the cure.
+        ValueError: an argument cannot be used; the message has its value and a remedy.
     """
     names, options = planner_names("planner", planner), checked(PLAN_FOR, locals())
     optimizer = _adamw() if optimizer is None else optimizer
@@ -128,7 +128,7 @@ def _planned(
     Args:
         model: makes the question about the model, given the other fields of a question.
         names: the names of the planners.
-        options: the checked options of `plan_for`, by name; some are taken out of the mapping.
+        options: the checked options of `plan_for`, by name; the function removes some of them.
         title: the title of the figure.
     """
     pins = {name: options.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
@@ -143,7 +143,7 @@ def _planned(
     cluster = hardware or find_cluster(USUAL_HARDWARE)
     options["state_fates"] = options["state_fates"] or {}
     pinned = None
-    # Stages of one device each, unless an option asks for several.
+    # Each stage has one device, unless an option allows several.
     if count is None and pins["replicas"] is None and pins["cuts"] is None:
         count = pins["stages"] or USUAL_STAGES
         microbatches = pins["microbatches"] or USUAL_MICROBATCHES
@@ -161,14 +161,14 @@ def _planned(
             raise ValueError(f"compile is for one planner, not for {listed}: name one")
         signer = Signer.of(cluster, None if isinstance(target, bool) else target)
         forecast = signed(asking, question, signer, limits_on(cluster, limit, count))
-    # The answer keeps the question, but not the traces: they hold arrays, such as constants.
+    # The answer keeps the question, but drops its traces, which hold arrays such as constants.
     question.remembered.clear()
     return forecast
 
 
 @dataclass(frozen=True)
 class _Asking:
-    """A question with the hardware and the planners, to be asked again when more is known.
+    """A question with hardware and planners, which can be asked again with new byte counts.
 
     A shape says which devices each stage has. `pins` are the parts of the shape that the
     user gives; the planner chooses the rest. If `pins` is None, each stage has one device.
@@ -204,7 +204,7 @@ class _Asking:
         return away if away.fits and away.step_s < kept.step_s else kept
 
     def _answer(self, limits: Limits, splits: tuple[int, ...] = ()) -> Forecast:
-        """Returns the answers with layers cut at `splits`; if empty, wherever a cut saves time."""
+        """Returns answers with layers cut at `splits`; if `splits` is empty, cuts are sought."""
         question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes = question.shapes(cluster, self.devices, self.pins, limits)
@@ -220,8 +220,8 @@ class _Asking:
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
         """Returns the answer with the optimizer's state on the host, except the part that fits.
 
-        Layers are cut at `splits`, which were found with all state on the devices. If
-        `splits` is empty, cuts are sought again.
+        Layers are cut at `splits`, which were found with all state on the devices. If `splits` is
+        empty, cuts are sought again.
         """
         sizes, cluster = self._state_bytes(), self.cluster
         if cluster.host_memory_bytes is not None:
@@ -237,12 +237,12 @@ class _Asking:
         assert best.evaluation is not None
         problem = away.problem
         held = [best.evaluation.device_bytes[place] for place in problem.places]
-        # A plan may leave devices out, so limits are found by the devices' numbers.
+        # A plan may not use all devices, so limits are found by the devices' numbers.
         limit_of: dict[int, int] = {}
         for place, stage in zip(problem.places, best.plan.stages, strict=True):
             limit_of |= dict.fromkeys(stage.devices, problem.limit_of(place) or 0)
-        # With all state on the host, a device holds `held` bytes. State that fits into the
-        # rest of its limit comes back.
+        # With all state on the host, a device holds `held` bytes. State that fits into the rest of
+        # the limit moves back to the device.
         room = room_left(best.plan, held, limit_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return self._with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
@@ -252,7 +252,7 @@ class _Asking:
         fates, best = self.question.state_fates, forecast.best
         if not fates or best.plan is None:
             return forecast
-        # All answers are to one problem, so they cut layers at the same places.
+        # All answers solve the same problem, so they cut layers at the same places.
         graph = self.question.trace_as(best.splits).traced.graph
         answers = []
         for answer in forecast.answers:
@@ -272,7 +272,7 @@ class _Asking:
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
-    """Returns the names of the planners that a user asks for.
+    """Returns the names of the planners that a user selects.
 
     Args:
         option: the name of the option, for the message.

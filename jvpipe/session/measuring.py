@@ -41,30 +41,30 @@ from jvpipe.util.devices import Device, first_of, is_own
 def costs_with_state(
     costs: Costs, graph: LayerGraph, optimizer: OptimizerCut, state_fates: Mapping[str, str]
 ) -> Costs:
-    """Returns the costs of layers if the optimizer's state lies where the user wants it.
+    """Returns the costs of layers with the optimizer's state where the user puts it.
 
     Args:
         costs: the costs if all state lies on the devices.
         graph: the layers.
         optimizer: the optimizer, cut for these layers.
-        state_fates: keep or swap for the state of parameters, as the user gives it.
+        state_fates: the user's fates, keep or swap, by patterns of parameters.
     """
     if not state_fates:
         return costs
-    # Where state lies does not depend on the cuts, so a plan of one stage serves for all layers.
+    # The fates of state do not depend on the cuts, so a plan of one stage has them for all layers.
     plan = with_state_fates(graph, Plan.from_cuts([len(graph.layers)]), state_fates)
     return with_state_away(costs, optimizer, states_away(graph, plan))
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The means of timing programs, and the seconds known so far.
+    """The tools for timing programs, and the measurements so far.
 
     Args:
         store: compiles programs.
-        runs: the measurements of programs in this process; new ones are added.
-        room_bytes: the memory that a timed program may take; a program that needs more is not run.
-        archive: the measurements of earlier processes, kept on disk with the new ones.
+        runs: the measurements of programs in this process; new measurements are added.
+        room_bytes: the memory that a timed program may take; programs that need more are not run.
+        archive: the measurements on disk, of earlier processes and of this one.
         between_hosts: the link from the devices of one process to those of another, if
             there are several processes.
     """
@@ -78,14 +78,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurements for a plan, each made when it is first read.
+    """The measurements for a plan, each of which is made when it is first read.
 
-    Bytes are always counted. Layers and links between devices are timed if the planner asks for
+    Bytes are always counted. Layers and links between devices are timed if the planner uses
     seconds. Recomputation is timed if the planner also chooses fates, or recomputes all values.
 
     Args:
         settings: what the user asked for.
-        stages: how many stages the plan is to have.
+        stages: the number of stages of the plan.
         places: the device of each stage; layers are measured on the first stage's device.
         traced: the model.
         optimizer: the optimizer, cut into pieces for the layers.
@@ -101,7 +101,7 @@ class Measurement:
 
     @cached_property
     def devices(self) -> list[Device]:
-        """The devices of the run; for a mesh, its first device, which is timed on whole arrays."""
+        """The devices of the run; a mesh is replaced by its first device, timed on whole arrays."""
         return list(map(first_of, self.settings.devices))
 
     @property
@@ -133,8 +133,8 @@ class Measurement:
     def costs_of(self, traced: Traced) -> Costs:
         """Returns the costs of the model, traced at a micro-batch or at a slice of one.
 
-        A slice is what one of several replicas works on. The optimizer's state counts where
-        the user wants it to lie.
+        A slice is the part of a micro-batch that one replica processes. The optimizer's state
+        counts on the device or the host, as the user puts it.
         """
         settings, store, optimizer = self.settings, self.bench.store, self.optimizer
         schedule, microbatches = settings.schedule, settings.microbatches
@@ -175,7 +175,7 @@ class Measurement:
 
     @cached_property
     def slowness(self) -> list[Slowness]:
-        """For each device of `used`, how many times longer than the first it takes per layer."""
+        """For each device of `used`, the ratio of its seconds to the first device's, by layer."""
         speeds, layers = self.settings.speeds, len(self.costs.layers)
         if speeds or not self.asks_seconds:
             first = self.used[0]
@@ -185,7 +185,7 @@ class Measurement:
         return measured_slowness(self._used_devices, costs_of, self.costs)
 
     def problem(self) -> Problem:
-        """Returns the problem that a planner is asked.
+        """Returns the problem for a planner.
 
         Raises:
             CoupledError: stages have several devices, and the loss cannot be computed on slices.
@@ -204,7 +204,7 @@ class Measurement:
         return plain.told_apart([of.get(d, ()) for d in numbers], limits, names, numbers)
 
     def _plain(self, stages: int) -> Problem:
-        """Returns the problem as if all devices were like the first one."""
+        """Returns the problem in which all devices equal the first device."""
         settings, links = self.settings, self.links
         # The link to the host is used only if the planner may swap values.
         to_host = links if settings.chooses_fates else None
@@ -222,9 +222,9 @@ class Measurement:
         )
 
     def _lent(self) -> float:
-        """Measures the share of an idle CPU device's time that other devices of this process use.
+        """Measures how much of an idle CPU device's time other devices of this process use.
 
-        Only the search for an order of tasks needs the share; without a search it is 0.
+        Only the search for an order of tasks needs this share. Without a search, 0 is returned.
         """
         devices, layers = self._used_devices, self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
@@ -240,7 +240,7 @@ class Measurement:
 
         Args:
             local: the costs of the model on slices of a micro-batch.
-            pins: the given parts of a shape; None: only the number of examples of a micro-batch.
+            pins: the given parts of a shape; None gives only a micro-batch's number of examples.
         """
         settings, examples = self.settings, self.traced.graph.examples
         shapes = Shapes(
@@ -260,7 +260,7 @@ class Measurement:
         count = len(self.devices)
         if self.bench.between_hosts is not None:
             count = per_machine([device.process_index for device in self.devices])
-        # The number of machines is rounded up: the last one may have fewer devices than the others.
+        # The number of machines is rounded up, because the last machine may have fewer devices.
         machines = -(-len(self.devices) // count)
         return Cluster("here", accelerator_of(first), count, machines, peer=peer, network=network)
 
@@ -282,7 +282,7 @@ class Measurement:
         return LocalCosts.of(costs.__getitem__, sorted(costs))
 
     def _least_slice(self, examples: int) -> int:
-        """Returns the fewest examples that a slice can have; CoupledError if there is no slice."""
+        """Returns the fewest examples of a slice; raises CoupledError if slices are impossible."""
         if examples < 2:
             raise CoupledError("a micro-batch has one example, use fewer micro-batches")
         try:
@@ -312,7 +312,7 @@ def per_machine(processes: Sequence[int]) -> int:
     """
     distinct = list(dict.fromkeys(processes))
     count = processes.count(distinct[0])
-    # If machines are alike, the p-th block of `count` devices belongs to the p-th process.
+    # If machines are equal, the p-th block of `count` devices belongs to the p-th process.
     blocks = [i // count for i in range(len(processes))]
     are_alike = [distinct.index(process) for process in processes] == blocks
     return count if are_alike else 1
@@ -321,11 +321,11 @@ def per_machine(processes: Sequence[int]) -> int:
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     """Chooses the sizes of slices to measure.
 
-    One size is that of the smallest slice that a replica can get. The other is half a
-    micro-batch, if this is more than twice as large.
+    One size is the smallest slice that a replica can get. The other size is half a micro-batch, if
+    half is more than twice the smallest size.
 
     Args:
-        examples: how many a micro-batch has.
+        examples: the number of examples of a micro-batch.
         devices: how many devices there are.
         least: the fewest examples that a slice can have.
 
@@ -337,11 +337,11 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     return (half, smallest) if half > 2 * smallest else (smallest,)
 
 
-# The planner decides the shape (which devices each stage has), after layers were timed on slices.
+# The functions below choose the shape (the devices of each stage) after timing layers on slices.
 
 
 def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:
-    """Finds the shape whose simulated step is the fastest under the limit.
+    """Finds the shape whose simulated step is fastest under the limit.
 
     Args:
         measurement: measures the model and has the user's settings.
@@ -355,7 +355,7 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
     except CoupledError as coupled:
         return _one_each(measurement, str(coupled))
     stages = settings.stages if isinstance(settings.stages, int) else None
-    # The size of a micro-batch is given, because the model was traced for it.
+    # The model was traced for this size of a micro-batch, so the size is fixed.
     pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
     shapes = measurement.shapes(local, pins)
     shape = decide_shape(settings.planner, shapes, held_bytes_of)
@@ -363,9 +363,9 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
 
 
 def _one_each(measurement: Measurement, why: str) -> ChosenShape:
-    """Returns the shape in which each stage has one device; `why` says why stages have no more.
+    """Returns the shape in which each stage has one device; `why` is the reason.
 
-    There are as many stages as the user asks for, or else as many as devices and layers allow.
+    The user gives the number of stages. Otherwise it is the most that devices and layers allow.
     """
     settings, layers = measurement.settings, len(measurement.traced.graph.layers)
     places = settings.stages
@@ -375,7 +375,7 @@ def _one_each(measurement: Measurement, why: str) -> ChosenShape:
 
 
 def _refusal(measurement: Measurement) -> str:
-    """Says why stages cannot have several devices, whatever the loss; empty if they can."""
+    """Returns why stages cannot have several devices under any loss; empty if they can."""
     schedule = measurement.settings.schedule
     try:
         check_replicable(schedule)

@@ -1,8 +1,8 @@
 """The first plan of a model: made by a planner or given by the user, and compiled.
 
 A planner's plan is accepted only after it was compiled and its exact bytes were counted (see
-planning.py). Two variants are tried as well: some layers cut in two (planners/splitting.py), and
-the optimizer's state on the host (`ModelPlanner.plan`).
+planning.py). Two variants are also tried: some layers cut in two (planners/splitting.py), and the
+optimizer's state on the host (`ModelPlanner.plan`).
 """
 
 import json
@@ -42,10 +42,10 @@ from jvpipe.util.devices import first_of, is_own
 
 
 def pays_for_room(planned: Planned) -> bool:
-    """Tells whether the plan's step is noticeably longer than if all values could be kept.
+    """Tells whether recomputing or swapping values makes the plan's step noticeably longer.
 
-    Only then is it worth asking for a plan with the optimizer's state on the host: this
-    state would make room for the values that are now recomputed or swapped.
+    If so, a plan with the optimizer's state on the host may be faster, because moving the state
+    makes room for the values that are now recomputed or swapped.
     """
     if not any(planned.decision.choices):
         return False
@@ -55,7 +55,7 @@ def pays_for_room(planned: Planned) -> bool:
 
 
 class Chosen(NamedTuple):
-    """A compiled plan, the problem and decision behind it, and its shape with the reasons."""
+    """A compiled plan, the planner's answer behind it, and its shape with the reasons."""
 
     compiled: CompiledPlan
     planned: Planned | None = None
@@ -64,13 +64,13 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelPlanner:
-    """The maker of a model's first plan. It checks the limits on the very programs that then run.
+    """Makes a model's first plan. It checks the limits with the same programs that later run.
 
     Args:
         settings: what the user asked for.
         bench: times programs.
         cutter: cuts the optimizer for the layers of a trace.
-        leaves: make the parameters or put them on devices; the memory that this takes counts too.
+        leaves: make the parameters or put them on devices; this memory counts, too.
     """
 
     settings: Settings
@@ -115,10 +115,10 @@ class ModelPlanner:
         return away if _step_s(away) < _step_s(kept) else kept
 
     def plan_together(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans as `plan` does; of several processes, the first one measures and decides.
+        """Plans as `plan` does; if there are several processes, the first measures and decides.
 
         Args:
-            traced: the model, with whole layers; the same in all processes.
+            traced: the model, with whole layers; equal in all processes.
             finer: also try plans with some layers cut in two.
         """
         settings = self.settings
@@ -126,7 +126,7 @@ class ModelPlanner:
         if hosts is None or isinstance(settings.stages, Plan):
             return self.plan(traced, finer=finer)
         planner = self
-        # All processes take part in measuring the link, before the first one decides.
+        # All processes take part in measuring the link, before the first process decides.
         if find_planner(settings.planner).asks_seconds:
             bench = replace(self.bench, between_hosts=link_between(hosts))
             planner = replace(self, bench=bench)
@@ -143,7 +143,7 @@ class ModelPlanner:
         return with_plan.plan(traced, finer=finer)
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
-        """Counts the bytes of each parameter's state; empty if the planner must not move it."""
+        """Counts the bytes of each parameter's state; empty if the planner must not move state."""
         settings = self.settings
         by_user = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
         if by_user or not settings.chooses_fates or settings.checkpoint is not None:
@@ -163,14 +163,14 @@ class ModelPlanner:
         traced, plan = compiled.traced, compiled.plan
         room = room_left(plan, self._held_bytes(traced, plan), limits)
         plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
-        # State that came back may move the peak to another row, so the bytes are counted again.
+        # The returned state may move the peak to another row, so the bytes are counted again.
         still_left = room_left(plan, self._held_bytes(traced, plan), limits)
         if min(still_left.values()) < 0:
             return chosen
         return chosen._replace(compiled=self._to_run(traced, plan))
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans with the optimizer's state where the settings have it."""
+        """Plans with the optimizer's state on the devices or the host, as the settings say."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
@@ -183,12 +183,12 @@ class ModelPlanner:
         splitter = self._splitter()
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
-        # The number of layers is checked only now, because `finest` may have cut some in two.
+        # The number of layers is checked after `finest`, which may have cut some in two.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        # Fates that the user gives name values of whole layers. With such fates, layers are
-        # not halved to keep a limit.
+        # The user's fates name values of whole layers. With such fates, layers are not cut in two
+        # to keep a limit.
         limited = chooses and bool(settings.limits) and not settings.fates
-        # Schedule "auto" needs no finer layers: its order of tasks makes up for uneven stages.
+        # Under "auto", the order of tasks compensates for uneven stages: finer cuts are not tried.
         finer = chooses and finer and settings.schedule != AUTO
         question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
@@ -213,7 +213,7 @@ class ModelPlanner:
         if (planned := shape.planned) is not None:
             return Chosen(self._to_run(traced, planned.plan), planned, shape)
         n, order = shape.places, settings.devices
-        # `dealt` needs a stage for each process. With fewer stages the order stays.
+        # `dealt` needs a stage for each process. With fewer stages, the order is unchanged.
         if n >= len({device.process_index for device in order}):
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
@@ -227,26 +227,25 @@ class ModelPlanner:
         return self.cutter.cut(traced.graph, self.settings.schedule)
 
     def _question(self, traced: Traced) -> tuple[str, ...]:
-        """Returns, as texts, everything except seconds that decides which layers are cut in two.
+        """Returns, as texts, all inputs except seconds that decide which layers are cut in two.
 
-        The texts are the key under which the archive keeps the chosen cuts. Measured
-        seconds vary from process to process, so with them the same model would get another
-        key each time.
+        The texts are the archive's key for the chosen cuts. Measured seconds vary from process to
+        process, so with seconds in the key a model would never find its cuts.
         """
         settings = self.settings
-        # A dict keeps the order in which the kinds of layers come.
+        # A dict keeps the kinds of layers in order of appearance.
         kinds = dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
         of_layers = [numbers[body.structure] for body in traced.bodies]
         model = (traced.graph, list(kinds), of_layers)
-        # `remeasure` says only whether old measurements are used, so it is not part of the key.
+        # `remeasure` only decides whether old measurements are used, so it is not part of the key.
         options = option_parts(replace(settings, remeasure=False))
         update = self.cutter.lines(traced.graph, settings.schedule)
         texts = map(without_addresses, map(repr, (options, *model, update)))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
-        """Plans with the layers cut in two as an earlier process chose; None if none has chosen."""
+        """Plans with the cuts inside layers that an earlier process chose; None without any."""
         splits = self.bench.archive.find(*question)
         if splits is None:
             return None
@@ -256,7 +255,7 @@ class ModelPlanner:
             return None
 
     def _candidate(self, traced: Traced) -> CutCandidate:
-        """Plans a model with its layers as they are."""
+        """Plans a model without cutting layers in two."""
         settings = self.settings
         assert isinstance(settings.stages, int)
         stages, places = settings.schedule.stages_on(settings.stages), settings.places
@@ -271,17 +270,17 @@ class ModelPlanner:
         return Measurement(self.settings, stages, places, traced, self.cut(traced), self.bench)
 
     def _held_bytes(self, traced: Traced, plan: Plan) -> list[int]:
-        """Returns the peak of each stage's fullest device, in a step or while arrays are made."""
+        """Returns each stage's peak on its fullest device, in a step or while arrays are made."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
-        # No program can be compiled for another process's device: one of this process stands in.
+        # Programs cannot be compiled for other processes' devices, so a local device replaces them.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         peaks = [max(step.bytes, making.bytes) for step, making in both]
         return [max(peaks[device] for device in stage.devices) for stage in compiled.plan.stages]
 
     def _to_run(self, traced: Traced, plan: Plan) -> CompiledPlan:
-        """Returns the checked plan to run, without a device that stands in for another."""
+        """Returns the checked plan, ready to run on its true devices instead of a stand-in."""
         checked = self._checked_plan(traced, plan)
         return checked if checked.stand_in is None else replace(checked, stand_in=None)
 
@@ -313,11 +312,11 @@ class ModelPlanner:
         device = first_of(self.settings.devices[0])
 
         def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
-            """Tells whether the halves of a layer give results bitwise identical to the layer's.
+            """Tells whether a layer's halves give results bitwise identical to the layer's.
 
             Args:
                 whole: the model before the split.
-                layer: the layer's index in it.
+                layer: the layer's index in `whole`.
                 halves: the same model with the two halves in place of the layer.
             """
             store = self.bench.store
@@ -357,9 +356,9 @@ def compile_plan(
         settings: the settings of the pipeline.
         store: compiles programs when they are first needed.
         traced: the model.
-        plan: says which layers run where.
+        plan: assigns layers to devices.
         optimizer: the optimizer, cut for these layers.
-        warmup_optimizer: the same, cut for the synchronous steps that begin an asynchronous
+        warmup_optimizer: the optimizer, cut for the synchronous steps that begin an asynchronous
             run; None if there are no such steps.
 
     Raises:
@@ -390,7 +389,7 @@ def compile_plan(
 
 
 def _check_carried(compiled: CompiledPlan) -> None:
-    """Raises ValueError if a device with several stages might wait for its own later task.
+    """Raises ValueError if a task might wait for a later task of the same device.
 
     Model state is carried from one micro-batch to the next: the first layer that reads a
     leaf waits until the last layer that writes it has run on the previous micro-batch. A

@@ -1,7 +1,7 @@
 """The options of a pipeline, each defined once with its type, default, unit, check and help.
 
-The calls `Pipeline` and `plan_for`, both commands, their files and docs/options.md are made
-from these definitions. A new option is a new field of `PipelineOptions`.
+The calls `Pipeline` and `plan_for`, both commands, their files and docs/options.md use these
+definitions. A new option is a new field of `PipelineOptions`.
 """
 
 from collections.abc import Mapping
@@ -47,12 +47,12 @@ from jvpipe.util.option import (
 from jvpipe.util.sizes import parse_bytes, parse_limits
 
 MOST_PLACES = 10**5
-"""The largest number of stages, devices or micro-batches. A simulation has a task for each pair of
-stage and micro-batch, so with larger numbers it would run for hours."""
+"""The largest number of stages, devices or micro-batches. A simulation has a task for each stage
+and micro-batch, so larger numbers would take hours."""
 
 
 def checked_target(name: str, value: Any) -> Target | bool:
-    """Checks the option `compile`: a bool, or the name of a target (hardware to compile for)."""
+    """Checks the option `compile`, which is a bool or the name of hardware to compile for."""
     if isinstance(value, str):
         return find_target(value)
     if not isinstance(value, bool):
@@ -69,16 +69,16 @@ _COUNT = partial(whole_number, most=MOST_PLACES)
 class PipelineOptions:
     """The options of a pipeline, for calls, commands and files.
 
-    The type of a field is what a file may contain. A Python call also takes any other type
-    that the option's check accepts, such as a `Cluster` for `hardware`.
+    A field's type is the type in a file. A Python call may also pass any other type that the
+    option's check accepts, such as a `Cluster` for `hardware`.
     """
 
-    # Fields stand in the order in which the help and the page of options list them, by group. The
-    # arguments of `option` are: default, check, help, group, unit, takers, what a resumed run does.
+    # Fields have the order of the help and of the page of options, by group. The arguments of
+    # `option` are default, check, help, group, unit, takers, and the effect on a resumed run.
     #
-    # A field's type is what a file may hold, so it may differ from what its check returns: `stages`
-    # is a number in a file, and may be a `Plan` in a call. None as a default is not checked. It
-    # leaves the decision to a planner, or means that there is no value.
+    # A field's type may differ from the type that its check returns: `stages` is a number in a
+    # file, and may be a `Plan` in a call. A default of None is not checked. It lets a planner
+    # decide, or means that there is no value.
 
     taker: ClassVar[Taker] = EVERY
     """The calls and commands that have these options."""
@@ -144,7 +144,7 @@ class PipelineOptions:
     )
     planner: str = option(
         "jvpipe",
-        # The value stays a name, which can be saved; `find_planner` is called again where it is used.
+        # The value stays a name, which can be saved; users of the option call `find_planner` again.
         lambda said, value: find_planner(checked_name(said, value, "jvpipe")).name,
         "How layers are spread over stages.",
         "pipeline",
@@ -256,7 +256,7 @@ class PipelineOptions:
     )
     memory_limit: str | None = option(
         None,
-        # The messages of `parse_limits` and `parse_bytes` speak of a memory limit by themselves.
+        # The messages of `parse_limits` and `parse_bytes` already name the memory limit.
         lambda said, value: parse_limits(value),
         "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If "
         "left out, the memory that each device reports, if it reports any.",
@@ -352,9 +352,9 @@ def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def passed(options: PipelineOptions, taker: Taker) -> dict[str, Any]:
-    """Returns the values of a command line's options that a Python call takes as well, by name."""
-    # An option that only calls take is left out: no command line can set it, and a command passes
-    # a value of its own for some of them, such as `has_aux`.
+    """Returns, by name, a command line's options that a Python call takes, too."""
+    # Options that no command takes are left out: a command line cannot set them, and commands pass
+    # their own values for some of them, such as `has_aux`.
     every_option = options_of(PipelineOptions).items()
     return {
         name: getattr(options, name)

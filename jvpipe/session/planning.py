@@ -1,10 +1,9 @@
 """Asks planners for a plan, until one keeps the memory limit when its bytes are counted exactly.
 
-A planner estimates a run's bytes by closed formulas. Its answer is therefore lowered to the
-rows of a run (programs and copies), whose bytes are exact. If these exceed the limit, the
-planner is asked again under a smaller limit. Whether any plan keeps the limit is decided by
-bytes only, so measured seconds, which vary, do not change the answer. `ASKING` says how
-long the search goes on.
+A planner estimates a run's bytes by closed formulas. Its answer is therefore lowered to the rows of
+a run (programs and copies), whose bytes are exact. If these bytes exceed the limit, the planner is
+asked again under a smaller limit. Bytes alone decide whether any plan keeps the limit, so measured
+seconds, which vary, do not change the answer. `ASKING` bounds the search.
 """
 
 import logging
@@ -34,19 +33,19 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 _log = logging.getLogger("jvpipe")
 HeldBytes = Callable[[Plan], Sequence[int]]
-"""Returns, for each stage of a plan, the peak bytes of its fullest device. They are counted in the
-lowered rows, so they equal those of a run."""
+"""Returns, for each stage of a plan, the peak bytes of its fullest device. The bytes are counted in
+the lowered rows, so they equal the bytes of a run."""
 
 
 @dataclass(frozen=True)
 class AskingEffort:
-    """How long the search goes on for a plan whose run keeps a memory limit.
+    """The bounds of the search for a plan whose run keeps a memory limit.
 
     Attributes:
-        attempts: how often a planner is asked at most. The limit that it sees is lowered
-            each time by the bytes that a run of its last plan holds above the true limit.
-        signings: how often a planner is asked at most until a plan, as compiled by the
-            hardware's compiler, keeps the limit.
+        attempts: the most times that a planner is asked. Its limit is lowered each time by the
+            bytes by which a run of its last plan exceeds the true limit.
+        signings: the most times that a planner is asked until a plan, as compiled by the hardware's
+            compiler, keeps the limit.
         counted_times: the largest expected ratio of a planner's estimate to the bytes of a
             run. If the estimate for a plan is more than this many times the limit, the plan
             is not lowered.
@@ -64,7 +63,7 @@ ASKING = AskingEffort()
 
 
 class _Least(NamedTuple):
-    """The plan that holds the fewest bytes, and the problem with that plan's order of devices."""
+    """The plan that holds the fewest bytes, and the problem with this plan's order of devices."""
 
     floor: Floor
     problem: Problem
@@ -72,11 +71,11 @@ class _Least(NamedTuple):
 
 @dataclass(frozen=True)
 class _Asker:
-    """A planner that is asked until a run of its answer keeps a limit.
+    """A planner that is asked again until a run of its plan keeps the limit.
 
-    All devices are compared with one limit, that of the device with the most memory. If
-    another device may hold x bytes less, x is added to the bytes that this device holds.
-    The sum is then within the one limit if and only if the device keeps its own.
+    All devices are compared with one limit, which is that of the device with the most memory. If a
+    device's limit is x bytes smaller, x is added to the bytes that the device holds. The sum keeps
+    the one limit if and only if the device keeps its own limit.
 
     Args:
         planner: the name of the planner.
@@ -95,26 +94,26 @@ class _Asker:
         return ask(self.planner, problem, self.places, fixed=self.fixed)
 
     def needed(self, problem: Problem, plan: Plan) -> list[int]:
-        """Returns, for each stage of a plan, the limit of the largest device under which it fits.
+        """Returns, for each stage, the smallest limit of the largest device under which it fits.
 
         Args:
-            problem: says by how many bytes the limits of the other devices are smaller.
+            problem: gives the bytes by which the limits of the other devices are smaller.
             plan: the plan.
         """
-        # A plan may have its stages in another order than the problem, so devices identify a stage.
+        # The order of stages may differ between plan and problem, so devices identify a stage.
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_sizes = zip(self.held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
 
     def unlimited(self, problem: Problem) -> Planned | None:
-        """Asks for a plan as if there were no limit, if the planner chooses fates.
+        """Asks for a plan without a limit, if the planner chooses fates.
 
         Returns:
             The plan; None if it exceeds the limit, or if the planner does not choose fates.
         """
-        # The lowered rows decide whether the plan keeps the limit. The planner's estimate
-        # may be well above the bytes of the rows, but hardly below. So the plan is lowered
-        # unless its estimate is more than `counted_times` the limit.
+        # The lowered rows decide whether the plan keeps the limit. The planner's estimate may be
+        # far above the bytes of the rows, but is rarely below. So the plan is lowered unless its
+        # estimate is more than `counted_times` the limit.
         limit = problem.memory_limit_bytes
         assert limit is not None
         counted_limit = ASKING.counted_times * limit
@@ -128,7 +127,7 @@ class _Asker:
         return replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
 
     def within(self, problem: Problem, least: _Least | None = None) -> Planned | None:
-        """Asks under the limit, and again under smaller ones until a run of the answer keeps it.
+        """Asks under the limit, then under smaller limits until a run of the plan keeps the limit.
 
         Args:
             problem: has the limit.
@@ -137,8 +136,8 @@ class _Asker:
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        # The planner may estimate more bytes for `least` than the rows of `least` hold. The
-        # planner would then refuse a limit that `least` keeps.
+        # The planner may estimate more bytes for `least` than its rows hold, and then refuse a
+        # limit that `least` keeps.
         counted = (
             evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
         )
@@ -148,7 +147,7 @@ class _Asker:
                 planned = self.ask(replace(problem, memory_limit_bytes=asked))
             except Infeasible:
                 return None
-            # If a smaller limit has not changed the plan, even smaller ones are not tried.
+            # If a smaller limit has not changed the plan, the search ends.
             if planned.plan == before:
                 return None
             over = max(self.needed(problem, planned.plan)) - limit
@@ -161,19 +160,19 @@ class _Asker:
         """Finds the plan that holds the fewest bytes, in the best order of unlike devices.
 
         Args:
-            problem: the problem that the planner is asked.
+            problem: the problem for the planner.
             limit: the limit of the device with the most memory.
 
         Raises:
             MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
         """
         if problem.schedule == AUTO:
-            # If the order of tasks is open, a step that runs one micro-batch after another
+            # If the planner may choose the order of tasks, running one micro-batch after another
             # holds the fewest bytes, because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
             problem = replace(problem, schedule=given_lists(lines_of(lists)))
-        # What plans hold does not depend on the speed of devices. So of the orders of
-        # devices that have the same limits in the same places, only one is tried.
+        # The bytes of plans do not depend on the speed of devices. So only one of the orders of
+        # devices with equal sequences of limits is tried.
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
@@ -188,7 +187,7 @@ class _Asker:
         """Finds the plan that holds the fewest bytes, or the first plan that keeps a limit.
 
         Args:
-            problem: has the devices in the order in which the plan is to use them.
+            problem: has the devices in the order in which the plan must use them.
             limit: the limit of the device with the most memory.
         """
 
@@ -200,7 +199,7 @@ class _Asker:
         return floor(problem, needed_bytes, limit, keeps=keeps)
 
     def _refusal(self, least: _Least, limit: int) -> MemoryLimitExceeded:
-        """Makes the error that no plan keeps the limit, with a limit that a plan would keep."""
+        """Returns the error for a limit that no plan keeps; it names a limit that a plan keeps."""
         problem, stage, enough = least.problem, least.floor.stage, least.floor.bytes
         if not any(group.less_bytes for group in problem.groups):
             return MemoryLimitExceeded(
@@ -212,7 +211,7 @@ class _Asker:
         less = {group.devices: group.less_bytes for group in problem.groups}
         stage_limit = limit - less[problem.where[stage]]
         same = tuple(replace(group, less_bytes=0, slowness=()) for group in problem.groups)
-        # The message names one limit for all devices, so they are taken to be equal here.
+        # The message names one limit for all devices, so all devices are treated as equal here.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
             f"no plan of {self.planner} keeps the limits of the devices: at best "
@@ -233,14 +232,13 @@ def decide(
 ) -> Planned:
     """Asks the planner for a plan, and falls back to the plan that holds the fewest bytes.
 
-    A limit can be kept if the plan that holds the fewest bytes keeps it. This depends on
-    bytes only, so every run decides it in the same way. The planner's search also depends
-    on measured seconds, and may find no plan although one exists. The plan with the fewest
-    bytes is then taken.
+    A limit is possible if the plan that holds the fewest bytes keeps it. This test depends on bytes
+    only, so it has the same result in every run. The planner's search also depends on measured
+    seconds, and may miss a plan that exists. Then the plan with the fewest bytes is returned.
 
     Args:
         planner: the name of the planner.
-        problem: the problem that it is asked.
+        problem: the problem for the planner.
         places: the device of each stage.
         held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
         fixed: unlike devices stay in the order that they have.
@@ -252,10 +250,10 @@ def decide(
     asker = _Asker(planner, places, fixed, held_bytes_of)
     if limit is None or not chosen.asks_seconds:
         return asker.ask(problem)
-    # If the order of tasks is open, `least_kept_bytes` counts 1F1B; another order may hold less.
+    # Under schedule "auto", `least_kept_bytes` counts 1F1B, and another order may hold less.
     is_open = problem.schedule == AUTO
     is_roomy = is_open or ASKING.counted_times * least_kept_bytes(problem) <= limit
-    # The plan with the fewest bytes takes long to find. It is not needed if the limit is wide.
+    # Finding the plan with the fewest bytes takes long, and is not needed under a large limit.
     least = None if is_roomy else asker.least(problem, limit)
     planned = asker.unlimited(problem) or asker.within(problem, least)
     if planned is None and least is None:
@@ -282,18 +280,18 @@ def planned_again(
 
     Args:
         planned: the plan for the devices as they were.
-        slowness: for each stage, how many times longer than before its device takes per layer.
+        slowness: for each stage, the ratio of its device's present to earlier seconds, by layer.
         held_bytes_of: returns the bytes of each stage's fullest device; None if they are unknown.
 
     Returns:
-        None if no plan keeps the limits. None also if the planner is not asked again, because it
-        is a paper's, or a search has chosen the order of tasks, or stages have several devices.
+        None if no plan keeps the limits. Also None if the planner implements a paper, if a search
+        chose the order of tasks, or if stages have several devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:
         return None
     each = range(problem.devices)
-    # The number of a device is read from the first of its stages.
+    # A device's number is read from its first stage.
     first = list(map(problem.places.index, each))
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]
@@ -312,8 +310,8 @@ def planned_again(
 class ChosenShape:
     """The number of places of a pipeline, and the reasons for it as lines of text.
 
-    A place is one device, or several devices that are replicas of each other. `planned` is
-    the plan if some place has several devices.
+    A place is one device, or several devices that are replicas of each other. `planned` is None
+    unless a place has several devices.
     """
 
     places: int
@@ -322,7 +320,7 @@ class ChosenShape:
 
 
 def decide_shape(planner: str, shapes: Shapes, held_bytes_of: HeldBytes) -> ChosenShape | str:
-    """Asks the planner for a shape, until a run of its plan keeps the limit.
+    """Asks the planner for shapes until a run of its plan keeps the limit.
 
     Args:
         planner: the name of the planner.
@@ -330,7 +328,7 @@ def decide_shape(planner: str, shapes: Shapes, held_bytes_of: HeldBytes) -> Chos
         held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
 
     Returns:
-        The shape; or, if stages cannot have several devices, a text that says why.
+        The shape, or a text that explains why stages cannot have several devices.
     """
     asked = shapes
     for _ in range(ASKING.attempts):
@@ -346,7 +344,7 @@ def decide_shape(planner: str, shapes: Shapes, held_bytes_of: HeldBytes) -> Chos
             return ChosenShape(problem.devices, why)
         try:
             device_bytes = held_bytes_of(planned.plan)
-        except ValueError as unlike:  # a layer leaves other residuals on slices than on the whole
+        except ValueError as unlike:  # a layer has other residuals on slices of a micro-batch
             return str(unlike)
         limits = [problem.limit_of(place) or math.inf for place in problem.places]
         over = max(size - limit for size, limit in zip(device_bytes, limits, strict=True))

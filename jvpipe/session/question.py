@@ -1,4 +1,4 @@
-"""The question that planners answer for absent hardware: how to run a model of given shapes."""
+"""The input of planners for absent hardware: a model's shapes and the pipeline for it."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -42,18 +42,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Training):
-    """A model and the pipeline it is to run in; no array of the model is allocated.
+    """A model and its pipeline; no array of the model is allocated.
 
     Args:
         params: arrays, or shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or shapes.
-        stages: how many devices a micro-batch passes; a schedule may run several stages on each.
+        stages: how many devices a micro-batch passes; a device may run several stages.
         model_state: arrays or shapes, if the loss has a model state.
-        said: what the compiler of the hardware has reported about programs so far.
+        said: the bytes of programs that the hardware's compiler has reported so far.
         remembered: the traces, optimizer cutters and costs so far, shared by copies of the
-            question. Copies may differ only in `stages`, `schedule`, `microbatches`,
-            `state_fates` and `said`: the key of an entry names each of these fields on
-            which the entry depends.
+            question. Copies may differ only in `stages`, `schedule`, `microbatches`, `state_fates`
+            and `said`. An entry's key contains each of these fields that the entry depends on.
     """
 
     params: Tree
@@ -68,7 +67,7 @@ class Question(Training):
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns what `make` returns, which is made once for a key and then kept."""
+        """Returns the result of `make`, which is called once per key."""
         if key not in self.remembered:
             self.remembered[key] = make()
         return self.remembered[key]
@@ -77,11 +76,11 @@ class Question(Training):
         """Traces the model at the shapes of a micro-batch.
 
         Args:
-            examples: how many examples to trace with; unless given, those of a micro-batch.
-            present: the model as traced with another number of examples. Its cuts into
-                layers are used; None: the cuts are found again.
+            examples: how many examples to trace with; None stands for a micro-batch's number.
+            present: the model as traced with another number of examples, whose cuts into layers are
+                used; None to find cuts.
         """
-        # `present` is a trace of this question. So it is kept, and no other object gets its id.
+        # `present` is a trace that this question keeps, so no other object gets its id.
         key = "trace", self.microbatches, examples, id(present)
         return self._once(key, partial(self._trace, examples, present))
 
@@ -89,7 +88,7 @@ class Question(Training):
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
             micro_batch = jax.tree.map(partial(_resized, examples=examples), micro_batch)
-        # Any key will do, because shapes do not depend on it.
+        # Shapes do not depend on the key, so any key can be used.
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initializer(self.params) else self.params
         model = trace_model(
@@ -105,7 +104,7 @@ class Question(Training):
         return replace(model, traced=self._cutter(model).freeze(model.traced))
 
     def _cutter(self, model: Model) -> OptimizerCutter:
-        # The cutter keeps the parameters' shapes, so no other object gets the same id.
+        # The cutter keeps `model.params`, so no other object gets the same id.
         key = "cutter", self.microbatches, id(model.params)
         return self._once(key, lambda: OptimizerCutter(self, model.params, model.stacks))
 
@@ -126,10 +125,10 @@ class Question(Training):
 
         def make() -> tuple[Costs, Any]:
             costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-            # The key has ids of these objects. They are kept, so no other object gets the same id.
+            # The entry keeps the objects whose ids the key has, so no other object gets these ids.
             return costs, (traced, said, device)
 
-        # Two mappings without reports are equal, although their ids differ.
+        # Empty mappings are equal although their ids differ, so all share the key None.
         key = "costs", id(traced), id(said) if said else None, id(device), split
         costs, _ = self._once(key, make)
         return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
@@ -139,7 +138,7 @@ class Question(Training):
     ) -> list[Slowness]:
         """Returns, for each device, how many times longer than the first it takes for each layer.
 
-        The entry of a device that takes as long as the first is empty.
+        The entry of a device that is as fast as the first is empty.
 
         Args:
             cluster: has the devices.
@@ -156,7 +155,7 @@ class Question(Training):
         return slowness_by_kind(used, str, longer)
 
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
-        """Compiles a plan as a run would; the first device at hand stands for every device.
+        """Compiles a plan as a run would; this machine's first device replaces every device.
 
         Args:
             plan: a plan for this model and its number of micro-batches.
@@ -170,9 +169,7 @@ class Question(Training):
         )
 
     def trace_as(self, splits: tuple[int, ...]) -> Model:
-        """Traces the model at the shapes of a micro-batch, with layers cut in two as a plan
-        says.
-        """
+        """Traces the model at the shapes of a micro-batch, with layers cut in two at `splits`."""
 
         def make() -> Model:
             model = self.trace()
@@ -186,7 +183,7 @@ class Question(Training):
         memory_limit: Limits = None,
         splits: tuple[int, ...] = (),
     ) -> Problem:
-        """Makes the problem that a planner is asked.
+        """Makes the problem for a planner.
 
         Args:
             cluster: the hardware; its first devices are used.
@@ -239,18 +236,18 @@ class Question(Training):
         for b in smaller(largest, devices):
             if 1 in costs:
                 break
-            # A replica may have so few examples only if the loss then has the same layers
-            # and operations as with a whole micro-batch.
+            # A replica may have `b` examples only if the loss then has the same layers and
+            # operations as with a whole micro-batch.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
         plain = Problem(costs[largest], self.schedule.chunks, self.schedule, 1, overlaps=True)
         model = on_cluster(plain, cluster)
-        # With several machines, copies between devices are taken not to use the links to hosts.
+        # With several machines, copies between devices are assumed not to use the links to hosts.
         model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
-        # With a single example the loss may be another program. A slice then has two or more.
+        # For a single example, the loss may have other operations. Slices then have at least two.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
         shapes = Shapes(model, local, cluster, devices, batch, pins)
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
@@ -268,7 +265,7 @@ def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]
 
     Args:
         cluster: the hardware.
-        limits: bytes, for all devices or for each; None: all the memory that devices have.
+        limits: bytes, for all devices or for each; None stands for all memory of the devices.
         devices: how many devices are used.
     """
     used = cluster.accelerators[:devices]
@@ -276,10 +273,10 @@ def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
-    """Returns a problem with a cluster's links: the network if stages lie on several machines.
+    """Returns a problem with a cluster's links, or its network if stages are on several machines.
 
     Args:
-        problem: the model, with any links.
+        problem: the problem, with any links.
         cluster: the hardware; its first devices are used.
 
     Raises:
@@ -302,11 +299,11 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
     """Returns, for each device, how many times longer it takes for each layer than a profile says.
 
-    The profile is taken to be of the cluster's first device. The entry of an equally fast
-    device is empty.
+    The profile is assumed to be of the cluster's first device. The entry of an equally fast device
+    is empty.
 
     Args:
-        cluster: the hardware, whose products per second are compared; None: all devices are equal.
+        cluster: the hardware, whose products per second are compared; None means equal devices.
         devices: how many devices are used.
         layers: how many layers the profile has.
     """
@@ -332,9 +329,9 @@ def given_pins(
     Args:
         question: has the model and a whole batch.
         cluster: has the devices.
-        devices: how many devices there are; unless given, as many as `replicas` take, or
-            else all of the cluster.
-        stages: how many stages. Here and in the following, None lets the planner decide.
+        devices: the number of devices; None stands for the sum of `replicas`, or else all devices
+            of the cluster.
+        stages: the number of stages. Here and below, None lets the planner decide.
         replicas: how many devices each stage has; "auto" also lets the planner decide.
         cuts: how many layers each stage has.
         microbatches: how many micro-batches a step has.
@@ -343,7 +340,7 @@ def given_pins(
         How many devices there are, and the given parts.
 
     Raises:
-        ValueError: no plan can have these parts; the message has the values and the cure.
+        ValueError: no plan can have these parts; the message has the values and a remedy.
     """
     counts = replicas if isinstance(replicas, tuple) else None
     there = devices or (sum(counts) if counts else cluster.devices)
@@ -372,7 +369,7 @@ def given_pins(
 
 
 def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
-    """Raises ValueError for planners and schedules that cannot have several devices per stage."""
+    """Raises ValueError for planners and schedules that allow only one device per stage."""
     names = shape_planners()
     if others := [name for name in planners if name not in names]:
         raise ValueError(
@@ -392,11 +389,11 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 
 
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
-    """Chooses the numbers of examples at which layers are traced, besides a whole micro-batch.
+    """Chooses the numbers of examples at which layers are traced, besides a micro-batch's.
 
-    The first is how many examples each device gets if all devices are replicas of one
-    stage, but at least 2. The others are the fewest that a device can get: 1, or 2 if the
-    loss is another program for a single example.
+    The first number is each device's examples if all devices are replicas of one stage, but at
+    least 2. The others are the fewest that a device can get: 1, or 2 if the loss has other
+    operations for a single example.
 
     Args:
         examples: how many a micro-batch has.

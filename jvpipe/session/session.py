@@ -1,4 +1,4 @@
-"""The session of a pipeline: it runs steps, and changes the plan or the model between two steps.
+"""The session of a pipeline: it runs steps, and changes the plan or the model during training.
 
 `Grouping` lets steps run several layers as one program, as soon as such programs are compiled.
 """
@@ -40,13 +40,13 @@ Metrics = dict[str, Any]
 _log = logging.getLogger("jvpipe")
 
 
-# A group is several consecutive layers of a stage that run as one program. A run begins with layers
-# apart, each with its own programs. After a migration, layers are apart again. Groups are compiled
-# beside the training, which takes over their programs once they are ready. In a short run, groups
-# save less time than their compilation takes, and how long a run will last is not known. So, unless
-# the user asks for groups, they are compiled once the steps under a plan have taken as long as the
-# plan's programs took to compile (c seconds). Groups that the user does not ask for are compiled
-# only on CPUs, where results with groups were measured and found bitwise identical:
+# A group is several consecutive layers of a stage that run as one program. At the start of a run
+# and after a migration, layers are apart: each layer has its own programs. Groups are compiled in
+# the background, and steps use their programs once they are ready. In a short run, groups save less
+# time than their compilation takes, and the length of a run is unknown. So, unless the user
+# requests groups, they are compiled once the steps under a plan have taken as long as the plan's
+# programs took to compile (c seconds). Groups that the user does not request are compiled only on
+# CPUs, where measured results with groups were bitwise identical:
 #
 #     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
 #     |<------- c -------->|<---------- c ------------>|
@@ -55,20 +55,20 @@ _log = logging.getLogger("jvpipe")
 
 
 class Grouping:
-    """Compiles groups beside the training, which then takes over their programs."""
+    """Compiles groups in the background, and lets the training use them afterwards."""
 
     def __init__(self) -> None:
         self._thread = Thread("jvpipe-groups")
         self._apart: CompiledPlan | None = None
         self._stepping_s = 0.0  # seconds of the steps under `_apart`
-        self._grouped: Future[CompiledPlan] | None = None  # None until it is begun
+        self._grouped: Future[CompiledPlan] | None = None  # None until compilation begins
 
     def note_step(self, taken_s: float) -> None:
-        """Adds the seconds for which the training thread was within a step."""
+        """Adds the seconds that the training thread spent in a step."""
         self._stepping_s += taken_s
 
     def pass_step(self, compiled_plans: CompiledPlans) -> None:
-        """Begins to compile groups if the plan has none, or takes over groups that are compiled.
+        """Begins to compile groups if the plan has none, or adopts a plan with compiled groups.
 
         This must be called between two steps, with no migration in the queue.
 
@@ -91,16 +91,16 @@ class Grouping:
             compiled_plans.adopt(grouped)
 
     def wait(self) -> None:
-        """Waits until the groups are compiled; the next step runs them."""
+        """Waits until the groups are compiled; the next step uses them."""
         self._thread.wait()
 
 
 def in_groups_or_apart(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:
-    """Returns a plan in groups, or `apart` itself if groups do not fit or cannot be compiled."""
+    """Returns a plan in groups, or `apart` if groups do not fit or cannot be compiled."""
     with beside_training():
         try:
             grouped = compiled_plans.in_groups(apart)
-            if apart.evaluates:  # the next evaluation would compile its groups while all wait
+            if apart.evaluates:  # otherwise the next evaluation would wait for its groups
                 grouped.evaluation  # noqa: B018 - reading it compiles them
             return grouped
         except Exception as error:
@@ -110,12 +110,12 @@ def in_groups_or_apart(compiled_plans: CompiledPlans, apart: CompiledPlan) -> Co
 
 
 class _StepRun(NamedTuple):
-    """What one step runs, and what it counts.
+    """The rows of a step, and the changes that the step makes to counters.
 
     Attributes:
-        compiled: the compiled plan; in a stream with a migration inside the step, the new one.
+        compiled: the compiled plan; the new one, if a migration is inside a step of a stream.
         bound: the rows of the step (programs and copies), ready to run.
-        uses: which version of the weights each task reads; empty if no record is needed.
+        uses: the version of the weights that each task reads; empty if no record is needed.
         updates: how many updates the step makes.
         stream_steps: how many steps the stream (a run without flushes) has had after this one.
         migration: the migration made inside the step, if there is one.
@@ -147,11 +147,11 @@ class Session(Engine):
 
     @property
     def history(self) -> list[PlanChange]:
-        """The migrations of this run: when and why each was made, and what it moved."""
+        """The migrations of this run, with the time, the reason and the moved layers of each."""
         return self.migrations.history
 
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
-        """Forgets the run before, with its queued and past changes of plan; see `Engine.reset`."""
+        """Drops the previous run and its queued and past changes of plan; see `Engine.reset`."""
         super().reset(compiled, making)
         self.migrations.begin_run()
         self.model_history = []
@@ -164,17 +164,17 @@ class Session(Engine):
             self.adapter.follow(compiled_plans)
 
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
-        """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
+        """Runs one step; under an asynchronous schedule, its last micro-batches stay in flight.
 
-        Errors of earlier steps are raised first, while the given state is still whole. Then
-        earlier losses are checked to be finite. In a stream (a run without flushes) the
-        step waits for the losses of all earlier steps except the last one. Otherwise it
-        checks only losses that are computed by now. A step that calls code on the host,
-        which can fail, waits for the step before it.
+        Errors of earlier steps are raised first, before the given state is consumed. Then earlier
+        losses are checked to be finite. In a stream (a run without flushes) the step waits for the
+        losses of all earlier steps except the last one. Otherwise, the step checks only losses that
+        are already computed. A step that calls code on the host, which can fail, waits for the step
+        before it.
 
-        Micro-batches can stay in flight only if they have the shapes of the run's first
-        batch. They are finished before a batch of other shapes runs, and that batch is
-        finished within its own step.
+        Micro-batches can stay in flight only if they have the shapes of the run's first batch. They
+        are finished before a batch of other shapes runs, and such a batch is finished within its
+        own step.
 
         Args:
             state: the newest state, which is consumed.
@@ -190,13 +190,13 @@ class Session(Engine):
         fitting = self.compiled_plans.for_batch(batch)
         if fitting is not self.compiled:
             state = self._drain_for(fitting, state)
-            # Draining may have adopted a compiled plan that forgets the stream's earlier plans.
+            # Draining may have adopted a compiled plan without the stream's earlier plans.
             fitting = self.compiled_plans.for_batch(batch)
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        # Programs that call code on the host leave marks. `settle`, below, waits for the
-        # marks of earlier steps and not for those of this step.
+        # Programs that call code on the host leave marks. `settle`, below, waits for the marks of
+        # earlier steps, but not for this step's marks.
         earlier_marks = len(self.controller.marks)
         feeds = self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
@@ -226,11 +226,11 @@ class Session(Engine):
         """Finishes the micro-batches in flight, before a batch of other shapes runs.
 
         Args:
-            fitting: the compiled plan for that batch.
+            fitting: the compiled plan for the batch of other shapes.
             state: the newest state.
 
         Raises:
-            MemoryLimitExceeded: the step on that batch would exceed the limit; nothing has changed.
+            MemoryLimitExceeded: the next step would exceed the limit; nothing has changed.
         """
         plan = self.migrations.plan_between(state.step)
         is_alike = plan == fitting.plan
@@ -245,14 +245,14 @@ class Session(Engine):
         self.ledger.versions.record(uses, first, state.updates)
 
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
-        """Returns the rows of a step, and takes a migration that is due inside it off the queue."""
+        """Returns the rows of a step; removes a migration that is due inside it from the queue."""
         compiled = self.compiled_at(batch, state.updates)
         migration = self.migrations.pop_due_inside(state.step)
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
-            # A synchronous run needs no record. In an asynchronous run, the synchronous steps
-            # at its start are recorded too, because the replay goes through the whole run.
+            # A synchronous run needs no record. An asynchronous run also records the synchronous
+            # steps at its start, because a replay covers the whole run.
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
             bound = migration.bound if migration else compiled.step
             return _StepRun(compiled, bound, uses, 1, 0, migration)
@@ -265,8 +265,8 @@ class Session(Engine):
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
         """Returns the metrics of a step by name, and queues its losses for a later check."""
         values = self.readable(values)
-        # In a stream each micro-batch may have read different weights, so each one's loss
-        # is checked. The losses of the micro-batches are then the last values.
+        # In a stream, each micro-batch may have read different weights, so the loss of each is
+        # checked. The losses of the micro-batches are then the last values.
         apart = run.stream_steps > 0
         losses = values[-self.settings.microbatches :] if apart else []
         others = values[: len(values) - len(losses)]
@@ -276,21 +276,21 @@ class Session(Engine):
         return metrics
 
     def compiled_in_the_past(self, batch: Tree, microbatch: int, updates: int) -> CompiledPlan:
-        """Returns the compiled plan under which an earlier micro-batch of this run was computed.
+        """Returns the compiled plan under which an earlier micro-batch of this run ran.
 
         Args:
             batch: the batch of the micro-batch.
             microbatch: the micro-batch's number, counted from the start of the run.
-            updates: the version of the weights that it read.
+            updates: the version of the weights that the micro-batch read.
         """
         compiled = self.compiled_at(batch, updates)
         moment = divmod(microbatch, self.settings.microbatches)
-        # The first change after that moment replaced the plan of that moment.
+        # The first change after `moment` replaced the plan that was in use at `moment`.
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
 
     def drain(self, state: State) -> State:
-        """Finishes the micro-batches in flight, and so ends the stream."""
+        """Finishes the micro-batches in flight, which ends the stream."""
         self.check_state(state)
         state = self._finish(state, self.compiled)
         if self.compiled.previous:
@@ -298,7 +298,7 @@ class Session(Engine):
         return state
 
     def _finish(self, state: State, compiled: CompiledPlan) -> State:
-        """Finishes the micro-batches in flight by the rows of a compiled plan."""
+        """Finishes the micro-batches in flight with the rows of a compiled plan."""
         if not state.stream_steps:
             return state
         step, bound = compiled.drain(state.stream_steps)
@@ -319,15 +319,15 @@ def switch_model(
         session: the session that trains the present model.
         state: the newest state, which is consumed.
         loss_fn: the new loss, with the same arguments and kinds of results as the present one.
-        params: the new model's parameters. Shapes suffice for parameters that the present
-            model has, and for those of earlier models, which are parked on the host.
-        model_state: the new model's state; None: that of the present model.
+        params: the new model's parameters. Shapes suffice for parameters of the present model, and
+            for parameters of earlier models, which are parked on the host.
+        model_state: the new model's state; None stands for the present model's state.
 
     Raises:
         ValueError: the loss reads a parameter that `params` lack, or a parameter has
             another shape than before; nothing has changed.
-        MemoryLimitExceeded: the new model does not keep the limit; nothing has changed.
-        StageError: a copy failed; the error's `state` is the present model's, drained and whole.
+        MemoryLimitExceeded: the new model would exceed the limit; nothing has changed.
+        StageError: a copy failed; the error's `state` is the present model's, after draining.
     """
     session.check_state(state)
     models, present = session.known_models, session.compiled_plans
@@ -357,7 +357,7 @@ def switch_model(
         )
         raise
     session.follow(compiled_plans)
-    # The new model goes on with the state of the old one's optimizer.
+    # The new model continues with the optimizer state of the old model.
     session.ledger.versions = VersionLedger(complete=False)
     session.model_history.append(switch.change(state.step))
     _log.info("%s", session.model_history[-1])

@@ -1,4 +1,4 @@
-"""The settings of a pipeline, and the cutting of its optimizer into one piece per layer."""
+"""The settings of a pipeline, and a class that cuts its optimizer into one piece per layer."""
 
 import platform
 from collections.abc import Callable, Mapping
@@ -33,21 +33,21 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The settings of a training that do not depend on devices.
+    """The settings of a training run that do not depend on devices.
 
     Args:
         loss_fn: the loss of the first model.
         optimizer: the optimizer as the user gave it.
         microbatches: how many micro-batches a batch is split into.
         schedule: the order in which micro-batches run.
-        has_aux: the loss also returns auxiliary values.
-        has_state: the loss takes and returns a model state.
+        has_aux: whether the loss also returns auxiliary values.
+        has_state: whether the loss takes and returns a model state.
         stacked: "per_layer" if the optimizer sees a parameter for each layer of a scan;
             None if it sees the stacked arrays.
-        frozen: patterns of parameters that nothing updates.
+        frozen: patterns of parameters that are not updated.
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters.
-        sharding: how parameters lie over the devices of a place, if places are meshes.
-        grad_norm: also report the global norm of the gradient.
+        sharding: how parameters are sharded over the devices of a place, if places are meshes.
+        grad_norm: whether to report the global norm of the gradient.
     """
 
     loss_fn: Callable[..., Any]
@@ -68,24 +68,24 @@ class Settings(Training):
     """The options of a `jvpipe.Pipeline`, which hold for every model that it trains.
 
     Args:
-        stages: how many devices a micro-batch passes (a schedule may run several stages on each),
-            or a plan for the first model's layers; None if the planner decides (`shares`).
+        stages: how many devices a micro-batch passes (a device may run several stages), or a plan
+            for the first model's layers; None if the planner decides (`shares`).
         planner: the name of the planner, which chooses cuts and fates.
         limits: the bytes that each device may hold; empty if there is no limit.
         host_limit_bytes: the limit for swapped and parked values on the host.
         fates: the fates of tensors, by patterns of their names.
-        checkpoint: which micro-batches are computed again from their stage's input:
-            torchgpipe's modes. None: `fates` or the planner decides.
-        devices: the devices, each once. Other fields refer to them by index.
+        checkpoint: which micro-batches are recomputed from their stage's input, as a mode of
+            torchgpipe. None lets `fates` or the planner decide.
+        devices: the distinct devices. Other fields refer to devices by index.
         places: the device of each stage, as an index; empty if a plan was given.
-        splits_unasked: `microbatches` was left out, so batches are split although the user
-            did not ask for it.
+        splits_unasked: whether batches are split by default, because the user left out
+            `microbatches`.
         replicas: all devices of each stage, as indices; empty unless some stage has several.
-        shares: the planner decides how many devices each stage has.
+        shares: whether the planner decides how many devices each stage has.
         reductions: the user's reductions for leaves of aux and of the model state.
-        deferred_batch_norm: running statistics of batch norms change once per batch.
-        remeasure: measure layers again, although an earlier process has measured them.
-        group: consecutive layers of a stage run as one program; None: as soon as that pays.
+        deferred_batch_norm: whether running statistics of batch norms change once per batch.
+        remeasure: whether to ignore the measurements of earlier processes.
+        group: whether consecutive layers of a stage run as one program; None: see `Grouping`.
         hosts: the processes of the run, if there are several.
         speeds: the relative speed of each device; empty if speeds are measured.
     """
@@ -110,12 +110,12 @@ class Settings(Training):
 
     @property
     def chooses_fates(self) -> bool:
-        """Whether the planner chooses fates, which needs a limit and a planner that can do so."""
+        """Whether the planner chooses fates; only some planners do, and only under a limit."""
         return bool(self.limits) and find_planner(self.planner).chooses_fates
 
     @property
     def asks_fates(self) -> bool:
-        """Whether layers are measured also with their values recomputed or swapped.
+        """Whether layers are also measured with their values recomputed or swapped.
 
         This is needed if the planner chooses fates, or recomputes all values.
         """
@@ -126,8 +126,8 @@ class Settings(Training):
 
         Args:
             loss_fn: the loss of the other model.
-            plan: the present plan. Its layers are those of one model, so the other model
-                uses only the plan's devices.
+            plan: the present plan. The other model has other layers, so it uses only the plan's
+                devices.
         """
         settings = replace(self, loss_fn=loss_fn)
         if not isinstance(self.stages, Plan) and not self.shares:
@@ -147,12 +147,12 @@ class Settings(Training):
         return f"{loss}, {how}, {len(self.devices)} devices"
 
 
-# All processes of a run must have equal settings. They are compared in parts, so that a
-# message can name the part that differs.
+# All processes of a run must have equal settings. Settings are compared in parts, so that a message
+# can name the part that differs.
 
 Parts = list[tuple[str, str]]
-"""The name of each part with its text; parts are equal if and only if their texts are. A message
-shows the line that differs, so lines should be short."""
+"""The name and the text of each part. Parts are equal if and only if their texts are equal. A
+message shows the first differing line, so lines should be short."""
 
 
 def library_versions() -> Parts:
@@ -162,10 +162,10 @@ def library_versions() -> Parts:
 
 
 def option_parts(settings: Settings) -> Parts:
-    """Returns the options of a pipeline, without its functions, whose traces are compared later."""
+    """Returns a pipeline's options without its functions, whose traces are compared later."""
     apart = ("loss_fn", "optimizer", "hosts")
     names = [one.name for one in fields(settings) if one.name not in apart]
-    # Every field is taken unless it is named above, so that a new field is compared as well.
+    # All other fields are included, so that new fields are compared automatically.
     values = {name: getattr(settings, name) for name in names}
     stages, schedule = settings.stages, settings.schedule
     values |= {
@@ -180,23 +180,23 @@ def option_parts(settings: Settings) -> Parts:
     return [*library_versions(), *parts]
 
 
-# The optimizer is cut into pieces, one for each layer, because layers are updated on their devices.
+# Each layer is updated on its own device, so the optimizer is cut into one piece per layer.
 
 _Readers = tuple[int, ...]
-"""A number for each parameter: how many layers read it, or which layer owns it."""
+"""A number for each parameter: its count of readers, or the layer that owns it."""
 
 
 @dataclass(frozen=True)
 class OptimizerCutter:
     """Cuts an optimizer into one piece for each layer, for any cuts of the model into layers.
 
-    The optimizer is cut again if the layers change. It is traced again only if the number
-    of readers of a parameter, or of micro-batches per update, changes.
+    The optimizer is cut again if the layers change. It is traced again only if a parameter's number
+    of readers, or the number of micro-batches per update, changes.
 
     Args:
-        settings: has the optimizer, and says how it sees parameters.
+        settings: has the optimizer, and the options of how it sees parameters.
         params: the tree of parameters, with stacked ones split into layers.
-        stacks: says which parameters are stacked.
+        stacks: lists the stacked parameters.
     """
 
     settings: Training
@@ -266,7 +266,7 @@ class OptimizerCutter:
                     grad_norm=self.settings.grad_norm,
                     traced=self._trace(readers, microbatches),
                 )
-                # The optimizer's state of a parameter lies like the parameter.
+                # A parameter's optimizer state is sharded like the parameter.
                 if (sharding := self.settings.sharding) is not None:
                     cut = laid_state(cut, graph.parameters, sharding)
                 self._cuts[key] = cut
@@ -287,8 +287,8 @@ class OptimizerCutter:
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
-            # The optimizer may have failed because a parameter has integers. If so, `freeze`
-            # raises an error that names the parameter, which the optimizer's error would not.
+            # The optimizer may have failed because a parameter has integers. If so, `freeze` raises
+            # a better error, which names the parameter.
             freeze(traced, frozen)
             raise
         left = freeze(traced, found)
@@ -307,7 +307,7 @@ class OptimizerCutter:
         return lines
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
-        """Returns how many gradients are added up for each parameter, and what divides the sums.
+        """Returns the number of summed gradients of each parameter, and the divisor of the sums.
 
         The divisor is the number of micro-batches per update. It is None if the loss is a
         `Weighted`, because the sum of the weights is then the divisor.

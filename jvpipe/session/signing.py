@@ -1,10 +1,10 @@
-"""Plans that keep the memory limits even as the compiler of absent hardware compiles them.
+"""Finds plans whose programs, compiled for absent hardware, keep the memory limits.
 
-A compiled plan may hold more bytes than the planner counted. The planner is then asked again,
-until a plan, as compiled, keeps the limits; the compiler is said to sign that plan. Each time,
-the bytes that the compiler has reported so far replace the planner's estimates. The planner
-may still give the same plan again: the bytes over the limit then have a cause that the reports
-do not show. In this case, the limits that the planner sees are lowered by these bytes.
+A compiled plan may hold more bytes than the planner estimated. The planner is then asked again
+until a compiled plan keeps the limits; the compiler is said to sign this plan. Each time, the bytes
+that the compiler has reported replace the planner's estimates. If the planner still returns the
+same plan, the reports do not explain the bytes over the limit. The planner's limits are then
+lowered by these bytes.
 """
 
 import logging
@@ -41,14 +41,13 @@ from jvpipe.session.question import Question
 
 _log = logging.getLogger("jvpipe")
 Ask = Callable[[Said, tuple[int, ...]], Forecast]
-"""Asks planners, given the bytes of programs that the compiler has reported so far, and each
-device's limit."""
+"""Asks planners, given the compiler's reports on programs so far, and each device's limit."""
 
 
 def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ...]) -> Forecast:
     """Returns the first plan that keeps the limits as the hardware's compiler compiles it.
 
-    If no plan keeps the limits, the answer says which limit a plan would keep.
+    If no plan keeps the limits, the answer names a limit that a plan would keep.
 
     Args:
         ask: asks a planner.
@@ -60,7 +59,7 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
     forecast, more = search.raised_by(0)
     if forecast is not None:
         return forecast
-    # The loop ends because the limits grow without bound, while a plan's compiled bytes do not.
+    # The loop ends because the limits grow without bound, while compiled bytes stay bounded.
     while (would_do := search.raised_by(more)[0]) is None:
         more += max(1, more // 16)
     (answer,), raised = would_do.answers, would_do.problem
@@ -80,7 +79,7 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
 
 @dataclass(frozen=True)
 class _SigningSearch:
-    """The search for a plan that the compilers sign; `signed` says what its fields are."""
+    """The search for a plan that the compilers sign; the fields are the arguments of `signed`."""
 
     ask: Ask
     question: Question
@@ -88,11 +87,11 @@ class _SigningSearch:
     limits: tuple[int, ...]
 
     def raised_by(self, more: int) -> tuple[Forecast | None, int]:
-        """Asks for plans until one, as compiled, keeps the limits raised by `more` bytes.
+        """Asks for plans until a compiled plan keeps the limits, which are raised by `more` bytes.
 
         Returns:
-            The answers and `more`; or None, and the smallest raise under which a plan is
-            expected to fit.
+            The answers and `more`; or None, and the smallest raise at which a plan is expected to
+            fit.
         """
         less, nearest, before = 0, math.inf, None
         for _ in range(ASKING.signings):
@@ -110,8 +109,8 @@ class _SigningSearch:
                 return replace(forecast, problem=problem, answers=(compiled,)), more
             _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
             nearest = min(nearest, more + over)
-            # If the same plan comes again, the reported bytes of programs do not explain
-            # its excess, so only lower limits lead to another plan.
+            # If the planner repeats its plan, the reported bytes do not explain the excess, so only
+            # lower limits lead to another plan.
             less += over if forecast.plan == before else 0
             before = forecast.plan
         return None, int(nearest)
@@ -124,7 +123,7 @@ class _SigningSearch:
             problem: has the true limits.
 
         Returns:
-            The bytes of its stages, and the most bytes by which a stage is over its limit.
+            The bytes of the plan's stages, and the largest excess of a stage over its limit.
         """
         question = forecast.question or self.question
         question = replace(question, microbatches=forecast.microbatches)
@@ -136,7 +135,7 @@ class _SigningSearch:
 
 @dataclass(frozen=True)
 class Signer:
-    """The compilers of a cluster's devices, with the bytes of programs that they have reported."""
+    """The compilers of a cluster's devices, with their reports on the bytes of programs."""
 
     cluster: Cluster
     stores: tuple[TargetStore, ...]  # one for each device
@@ -147,7 +146,7 @@ class Signer:
 
         Args:
             cluster: the hardware.
-            target: the compile target of all devices; None: that of each device's name.
+            target: the compile target of all devices; None to find targets by the devices' names.
 
         Raises:
             ValueError: no compile target is known for a device, or its compiler is not installed.
@@ -161,7 +160,7 @@ class Signer:
 
     @property
     def said(self) -> Said:
-        """For each program, the report of the compiler that counts the most temporary bytes."""
+        """For each program, the report with the most temporary bytes among the compilers."""
         largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
@@ -178,8 +177,8 @@ class Signer:
             answer: has the plan.
 
         Raises:
-            ValueError: the compiler refuses a program, or the plan swaps to the host and
-                the compile target has no host memory.
+            ValueError: the compiler refuses a program, or the plan swaps to the host and the
+                compile target has no host memory.
         """
         plan, decision = answer.plan, answer.decision
         assert plan is not None
@@ -193,12 +192,12 @@ class Signer:
         stages = list[CompiledStage]()
         for s, stage in enumerate(plan.stages):
             first, last = decision.bounds[s : s + 2]
-            # Replicas hold the same values, but each may have its own compiler and so other bytes.
+            # Replicas hold equal values, but their compilers, and so their bytes, may differ.
             fullest = max(stage.devices, key=lambda d: by_store[self.stores[d]][d][0].bytes)
             peak, padding, host = by_store[self.stores[fullest]][fullest]
             layers = problem.layers_on(s)[first:last]
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
-            # Temporaries at the peak are those of the layer whose row (program or copy) runs then.
+            # The temporaries at the peak belong to the layer whose row (program or copy) runs then.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
             compiled = CompiledStage(
@@ -217,7 +216,7 @@ class Signer:
     def _unsaid(self, question: Question, problem: Problem, answer: Answer) -> Problem:
         """Returns the problem with estimates in place of the compilers' reports.
 
-        The problem of a pipeline with replicas is returned as it is.
+        The problem of a pipeline with replicas is returned unchanged.
         """
         if not question.said or problem.replicated:
             return problem
@@ -246,7 +245,7 @@ class Signer:
 def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
     """Returns each device's peak, its bytes of padding, and the host's bytes for all devices.
 
-    Padding is what arrays take in memory beyond their elements.
+    Padding is the memory that arrays take in addition to their elements.
     """
     elements: list[list[int]] = []
     for bound in run.bounds:
@@ -261,7 +260,7 @@ def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
 
 
 def _name_of(run: CompiledPlan, program: Program) -> str:
-    """Returns the name of the layer that has a program, or "the optimizer"."""
+    """Returns the name of the layer to which a program belongs, or "the optimizer"."""
     for programs in run.programs:
         for layer, layer_programs in zip(run.traced.graph.layers, programs, strict=True):
             keys = [forward_program(layer_programs).key, backward_program(layer_programs).key]

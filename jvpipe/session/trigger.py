@@ -1,4 +1,4 @@
-"""The judge of a run's steps: proposes another plan if measured seconds show that a move pays."""
+"""The judge of a run's steps: proposes another plan if measured seconds show that it saves time."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ _log = logging.getLogger("jvpipe")
 
 
 def checked_rule(rule: Any) -> Rule:
-    """Checks a rule of when to move, and returns it; returns the default rule for None."""
+    """Checks a rule for changes of the plan, and returns it; None stands for the default rule."""
     if not isinstance(rule, Rule | None):
         raise ValueError(
             f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}"
@@ -36,7 +36,7 @@ def checked_rule(rule: Any) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A plan that is to replace another one, and the reason."""
+    """A plan that may replace another plan, and the reason."""
 
     old: Plan
     new: Plan
@@ -48,10 +48,10 @@ class Told:
     """The news that a process sends to the others in a round.
 
     Args:
-        seconds: the seconds of its layers and stages, by step.
-        proposal: a new proposal; only the first process makes any.
-        how: how the process will make the migration proposed earlier; empty until it is ready.
-        refusal: why the process cannot make that migration; empty if it can or is not ready.
+        seconds: the seconds of the process's layers and stages, by step.
+        proposal: a new proposal; only the first process makes proposals.
+        how: the kind of migration that the process has prepared; empty until it is ready.
+        refusal: why the process cannot make the migration; empty if it can or is not ready.
     """
 
     seconds: dict[int, Seen]
@@ -73,7 +73,7 @@ class Told:
 
     @staticmethod
     def from_json(text: str) -> "Told":
-        """Reads the news from a text of `to_json`."""
+        """Reads the news from a text that `to_json` returned."""
         seconds, words, how, refusal = json.loads(text)
         proposal = None
         if words is not None:
@@ -85,7 +85,7 @@ class Told:
 
 @runtime_checkable
 class ModelPlans(Protocol):
-    """The plans of a model, as far as a judge reads them; `CompiledPlans` has all of them."""
+    """The part of the interface of `CompiledPlans` that a judge uses."""
 
     @property
     def settings(self) -> Settings:
@@ -94,7 +94,7 @@ class ModelPlans(Protocol):
 
     @property
     def layer_s(self) -> list[float] | None:
-        """The seconds of each layer on which the plan was based; None if it needed none."""
+        """The seconds of each layer that the planner used; None if it used none."""
         ...
 
     @property
@@ -108,10 +108,10 @@ class ModelPlans(Protocol):
 
 
 class Judge:
-    """What a process knows about the steps of a model; the first process proposes other plans.
+    """Collects the seconds of a model's steps; in the first process, proposes other plans.
 
     Args:
-        rule: how much evidence is enough for another plan.
+        rule: sets how much evidence a proposal needs.
         compiled_plans: the compiled plans of the model.
         limits: the limits of memory in bytes; they also hold while the layers of a migration move.
     """
@@ -119,19 +119,19 @@ class Judge:
     def __init__(self, rule: Rule, compiled_plans: ModelPlans, limits: Limits) -> None:
         self.rule, self.link = rule, INFINITE
         self._compiled_plans, self._limits = compiled_plans, limits
-        self.plans: dict[int, Plan] = {}  # by step: the plan it ran under, until it is judged
+        self.plans: dict[int, Plan] = {}  # by step: the plan of the step, until the step is judged
         self.untold: deque[tuple[int, Seen]] = deque()  # steps not yet reported to the others
         self.proposal: Proposal | None = None  # not yet reported to the others
         self.preparing: Proposal | None = None  # all processes prepare this one
         self.ready: Migration | str | None = None  # the migration of `preparing`, or an error
         self._parts: dict[int, list[Seen]] = {}  # by step: the seconds of each process so far
         self._trigger: Trigger | None = None
-        self._replaced: Plan | None = None  # a proposal replaces this plan; its steps do not count
+        self._replaced: Plan | None = None  # the plan to leave; its steps are not judged
         self._answer: Planned | None = None  # the last plan that the planner gave
         self._asked: tuple[int, ...] = ()  # the cuts that the trigger asked for last
 
     def news(self) -> Told:
-        """Returns what the other processes do not know yet, and counts it as reported."""
+        """Returns the news that was not reported yet, and marks it as reported."""
         seconds = dict(self.untold.popleft() for _ in range(len(self.untold)))
         proposal, self.proposal = self.proposal, None
         ready = self.ready
@@ -139,10 +139,10 @@ class Judge:
         return Told(seconds, proposal, how, ready if isinstance(ready, str) else "")
 
     def decide(self, news: Sequence[Told], compiled: CompiledPlan) -> None:
-        """Asks the trigger about every step whose seconds all processes have reported by now.
+        """Asks the trigger about every step whose seconds all processes have reported.
 
         Args:
-            news: what each process reports in this round.
+            news: the report of each process in this round.
             compiled: the plan in use.
         """
         try:
@@ -153,9 +153,9 @@ class Judge:
                 complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
                 for step in sorted(complete):
                     plan, parts = self.plans[step], self._parts[step]
-                    # This step and those before it are not looked at again, even if judging fails.
+                    # This step and earlier steps are not judged again, even if judging fails.
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
-                    # The training adds plans meanwhile, so none but these are touched.
+                    # The training thread adds plans meanwhile, so only these entries are deleted.
                     for done in [s for s in list(self.plans) if s <= step]:
                         del self.plans[done]
                     self._judge(plan, all_of(parts), compiled)
@@ -166,13 +166,13 @@ class Judge:
     def prepare(
         self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
     ) -> None:
-        """Prepares a migration within the limits; sets `ready` to the result or the error's text.
+        """Prepares a migration within the limits; sets `ready` to the migration or an error's text.
 
         Args:
             proposal: has the plan to move to.
             compiled: the plan in use.
-            step: the earliest step before which the migration can be made.
-            stream_steps: how many steps the stream, if there is one, will have had by then.
+            step: the first step that can begin with the migration.
+            stream_steps: how many steps the stream will have had before `step`; 0 without a stream.
         """
         try:
             with beside_training():
@@ -187,17 +187,17 @@ class Judge:
             self.ready = str(error) or type(error).__name__
 
     def refuse(self, plan: Plan) -> None:
-        """Tells the trigger not to ask again for a plan that no migration can reach."""
+        """Makes the trigger ignore a plan from now on, because no migration can reach the plan."""
         if self._trigger is not None:
             self._trigger.refused |= {plan.cuts, self._asked}
         self._replaced = None
 
     def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
-        """Proposes another plan if a step shows that a faster one would repay the move to it.
+        """Proposes another plan if a step shows that the time saved would repay the migration.
 
         Args:
             plan: the plan under which the step ran.
-            seconds: what the step took.
+            seconds: the seconds of the step.
             compiled: the plan in use.
         """
         if self._trigger is None:
@@ -234,10 +234,10 @@ class Judge:
             compiled: the plan in use.
 
         Returns:
-            `home`, if its cuts are asked for. Otherwise the planner's plan for devices as
-            slow as they are now; None if that plan saves less than `Rule.gain` over the
-            plan in use. If the planner gives no plan, or the user chose `home` or its
-            fates: `home` with the cuts that are asked for.
+            `home`, if the trigger asks for its cuts. Otherwise, the planner's plan for the present
+            speeds of devices, or None if this plan saves less than `Rule.gain` over the plan in
+            use. If the planner has no plan, or the user chose `home` or its fates: `home` with the
+            trigger's cuts.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
@@ -257,7 +257,7 @@ class Judge:
         answer = None
         by_user = settings.fates or settings.checkpoint is not None
         if planned is not None and not by_user and _alike(planned.plan, home):
-            held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are unknown here
+            held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are unknown
             answer = planned_again(planned, replan.slowness, held_bytes_of)
         if answer is None:
             return recut(graph, home, replan.cuts)
@@ -272,7 +272,7 @@ class Judge:
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    """Tells whether two plans have equal layers, devices and fates of residuals in each stage."""
+    """Tells whether the stages of two plans have equal layers, devices and fates of residuals."""
 
     def stages(plan: Plan) -> list[Any]:
         return [(stage.layers, stage.devices, dict(stage.fates)) for stage in plan.stages]
@@ -283,12 +283,12 @@ def _alike(one: Plan, other: Plan) -> bool:
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     """Returns a measured step's seconds per micro-batch, by layer and by stage.
 
-    In an asynchronous schedule, the n devices of a stage take turns: each runs every n-th
-    micro-batch, so the stage finishes n micro-batches in the time that a device takes for
-    one. The seconds of the stage's layers are therefore divided by n.
+    In an asynchronous schedule, each of the n devices of a stage runs every n-th micro-batch, so
+    the stage finishes n micro-batches in the time that a device takes for one. The seconds of the
+    stage's layers are therefore divided by n.
 
     Args:
-        measured: what the monitor has measured.
+        measured: the measurements of the monitor.
         compiled: the plan under which the step ran.
     """
     stages, microbatches = compiled.plan.stages, compiled.microbatches
