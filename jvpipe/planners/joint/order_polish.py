@@ -70,12 +70,12 @@ class _Polish:
         course = self.course
         course.follow()
         for move in sorted(all_moves(course)):
+            if self.left <= 0:
+                return False
             before = course.lists[move.device]
             put(course, move, [*before[: move.first], *move.steps, *before[move.end :]])
             if self._is_faster(course.order):
                 return True
-            if self.left <= 0:
-                return False
             put(course, move, before)
         return False
 

@@ -229,14 +229,15 @@ class FateSearch:
     def emptiest(self) -> StageChoices:
         """Finds choices that hold few bytes; none if they break a limit on bytes.
 
-        The search keeps few states (`FATE.few_states`), so other choices may hold fewer bytes.
+        The search keeps few states (`FATE.few_states`), so other choices may hold fewer bytes. So
+        if its choices break a limit, that proves nothing.
         """
         query = self.query
         at = self.growth.at
         taken, choices = fewest_bytes(self.pricing, query.lot, exact=False)
         swapped = float(self.growth.table.swapped_bytes[at, choices].sum())
         if taken > query.room_bytes or swapped > query.most_swapped_bytes:
-            return StageChoices((), np.inf, np.inf)
+            return StageChoices((), np.inf, 0.0)
         compute_s = query.compute_s + float(self.growth.extra_s[at, choices].sum())
         link_s = query.traffic_s + 2 * self.host.seconds(swapped)
         return StageChoices(choices, max(compute_s, link_s), 0.0)

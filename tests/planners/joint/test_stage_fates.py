@@ -1,9 +1,12 @@
 """The fastest choices of a segment, against all of them."""
 
+import random
+
 import numpy as np
 import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.segment_table import Table
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
@@ -53,3 +56,22 @@ def test_what_a_stage_may_swap_is_kept() -> None:
                     for at, choice in enumerate(table.cell_choices(cell))
                 )
                 assert swapped <= most
+
+
+def test_choices_of_few_bytes_that_break_a_limit_prove_nothing() -> None:
+    draw = random.Random(89)
+    layers = []
+    for _ in range(14):
+        size = draw.randint(20, 200)
+        part = Option(size // 3, extra_s=draw.random(), extra_bytes=draw.randint(0, 60))
+        options = (Option(size), Option(0, swapped_bytes=size), part)
+        layers.append(LayerCost("block", 1.0, 2.0, options, input_bytes=draw.randint(5, 150)))
+    limit, swapped = 400 + draw.randint(0, 900), float(draw.randint(100, 900))
+    schedule, host = find_schedule("1f1b"), Link(200.0)
+    problem = Problem(Costs(tuple(layers)), 1, schedule, 4, host=host, memory_limit_bytes=limit)
+    query = FateQuery(Lot.of_stage(3, (0, 0, 14)), 42.0, 0.0, float(limit), swapped)
+    search = FateSearch(pricing_of(problem), query)
+    assert search.least_seconds(2000).choices  # there are choices that keep both limits
+    few = search.emptiest()
+    assert not few.choices
+    assert not few.proven
