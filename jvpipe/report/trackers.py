@@ -234,7 +234,7 @@ class Tracking:
         folder: str | Path,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        # A value that is not a sequence, such as a text, is looked up as one name.
+        # A single value, such as a text, is looked up as one name.
         listed: Sequence[Any] | None = several(names)
         self._begin = [find_tracker(name) for name in ([names] if listed is None else listed)]
         self._folder, self._config = checked_path("folder", folder), dict(config or {})
