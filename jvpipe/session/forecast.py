@@ -134,8 +134,11 @@ class Forecast:
         """Seconds of a simulated step; infinite without a plan."""
         best = self.best.evaluation
         # An infinite step is slower than any other step, so comparisons need no special case.
-        own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
-        return own_s + self.state_s
+        return math.inf if best is None else self._step_s(best)
+
+    def _step_s(self, evaluation: Evaluation) -> float:
+        """Returns the seconds of a simulated step, with those of copying the optimizer's state."""
+        return simulated_step_s(self.problem, evaluation.stages) + self.state_s
 
     @property
     def reasons(self) -> list[str]:
@@ -239,7 +242,7 @@ class Forecast:
         content = head | {
             "stages": stages,
             "bottleneck_s": evaluation.bottleneck_s,
-            "step_s": simulated_step_s(problem, evaluation.stages),
+            "step_s": self._step_s(evaluation),
             "lower_bound_s": bound_s if math.isfinite(bound_s) else None,
             "bubble_fraction": self._idle(evaluation),
             "planning_s": answer.planning_s,
@@ -263,12 +266,11 @@ class Forecast:
             return answer.planner, "no plan fits", "", "", "", "", planning
         over = "" if answer.fits(self.problem) else " (over the limit)"
         cuts = plan_of(self.problem, answer).cuts
-        step_s = simulated_step_s(self.problem, evaluation.stages)
         return (
             answer.planner,
             " ".join(map(str, cuts)),
             f"{1e3 * evaluation.bottleneck_s:.2f}",
-            f"{1e3 * step_s:.2f}",
+            f"{1e3 * self._step_s(evaluation):.2f}",
             f"{self._idle(evaluation):.1%}",
             format_bytes(evaluation.peak_bytes) + over,
             planning,
@@ -286,7 +288,6 @@ class Forecast:
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
         update_s = max(cost.update_s for cost in evaluation.stages)
         updated = f"updates of up to {1e3 * update_s:.2f} ms, " if update_s else ""
-        step_s = simulated_step_s(problem, evaluation.stages)
         bound = "no plan keeps the limit"
         if math.isfinite(bound_s):
             bound = f"no plan is under {1e3 * bound_s:.2f}"
@@ -296,7 +297,7 @@ class Forecast:
         return (
             f"planner {best.planner}, schedule {problem.schedule.name}, "
             f"{shape}{problem.microbatches} micro-batches{size}: "
-            f"step {1e3 * step_s:.2f} ms simulated ({bound}), "
+            f"step {1e3 * self._step_s(evaluation):.2f} ms simulated ({bound}), "
             f"{slowest}, {reduced}{updated}{idle}, planned in {best.planning_s:.2f} s{split}"
         )
 

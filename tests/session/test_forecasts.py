@@ -198,6 +198,8 @@ def test_the_optimizer_s_state_may_lie_on_the_host() -> None:
     moments = 2 * 512 * 512 * 4
     assert away.state_s == pytest.approx(find_cluster("h100").host.seconds(4 * moments), rel=0.1)
     assert away.step_s == pytest.approx(kept.step_s + away.state_s)
+    assert away.to_json()["step_s"] == away.step_s
+    assert f"step {1e3 * away.step_s:.2f} ms" in str(away)
     told, other = (f.to_json()["stages"] for f in (away, kept))
     assert told[0]["peak_bytes"] == other[0]["peak_bytes"] - 2 * moments  # that of two stays
     assert told[1]["state_fates"] == fates
