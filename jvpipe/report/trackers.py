@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -260,17 +261,16 @@ class Tracking:
         if self._untold is None or not self._trackers:
             return
         step, metrics = self._untold
+        self._untold = None  # before logging: no tracker gets a step twice if another one fails
         numbers = scalars_in(metrics)
         for tracker in self._trackers:
             tracker.log(step, numbers)
-        self._untold = None
 
     def __enter__(self) -> "Tracking":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
+        with ExitStack() as closing:  # closes each tracker, even if another one fails
+            for tracker in reversed(self._trackers or ()):
+                closing.callback(tracker.close)
             self._tell()
-        finally:
-            for tracker in self._trackers or ():
-                tracker.close()

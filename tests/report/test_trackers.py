@@ -114,3 +114,30 @@ def test_what_is_no_name_is_refused(names: Any, tmp_path: Path) -> None:
 def test_a_folder_is_a_path() -> None:
     with pytest.raises(ValueError, match=r"folder must be a text or a pathlib\.Path, not None"):
         jvpipe.Tracking([], None)  # type: ignore[arg-type]
+
+
+def test_where_one_fails_no_other_gets_a_step_twice_or_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def log(self, step: int, numbers: Any) -> None:
+            said.append((self.name, step))
+            if self.name == "second":
+                raise OSError("disk full")
+
+        def close(self) -> None:
+            said.append((self.name, "closed"))
+            if self.name == "first":
+                raise OSError("connection lost")
+
+    monkeypatch.setattr(trackers, "find_tracker", lambda name: lambda run: Fake(name))
+    tracking = trackers.Tracking(["first", "second"], tmp_path)
+    with pytest.raises(OSError, match="connection lost"), tracking:  # noqa: PT012 - the 2nd call
+        tracking(None, {"loss": 1.0})
+        tracking(None, {"loss": 2.0})
+    assert said == [("first", 1), ("second", 1), ("first", "closed"), ("second", "closed")]
