@@ -1,4 +1,4 @@
-"""Arrays of runs with several processes: reading one raises an error if a process is lost."""
+"""Arrays that raise an error, instead of blocking forever, if another process is lost."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 _KNOWN = {"shape", "dtype", "ndim", "size", "nbytes", "sharding", "is_ready", "is_deleted"}
-"""The attributes that an array has before its values have come: reading them does not wait."""
+"""The attributes that can be read without waiting for the array's values."""
 
 
 class Awaited(NDArrayOperatorsMixin):
@@ -33,7 +33,7 @@ class Awaited(NDArrayOperatorsMixin):
         self._arrive = arrive
 
     def _come(self) -> jax.Array:
-        """Returns the array after its values have come."""
+        """Waits for the values, and returns the array."""
         self._arrive(self._array)
         return self._array
 

@@ -1,37 +1,37 @@
-"""Errors for processes that disagree, and the words with which they report failures to others."""
+"""Errors for processes that disagree, and the encoding in which they report failures."""
 
 from itertools import zip_longest
 
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 
 SHOWN = 80
-"""How many characters of a line a message shows at most."""
+"""The most characters of a line that a message shows."""
 
 
 class Disagreement(ValueError):  # noqa: N818 - it says what differs
-    """Processes were started differently or given different values, or another one has failed."""
+    """Processes differ in how they were started or in their values, or another process failed."""
 
 
 def told_failure(failure: Exception | None) -> bytes:
-    """Returns the word that reports a failure to other processes; an empty word for none.
+    """Returns the bytes that report a failure to other processes; empty if there is no failure.
 
-    The word consists of a number, a tab and the message. If a memory limit was exceeded, the number
+    The bytes encode a number, a tab and the message. If a memory limit was exceeded, the number
     is a limit that would be enough; else it is 0.
     """
     if failure is None:
         return b""
-    # Messages about a user's mistakes are clear. All other messages need the error's type.
+    # Messages about a user's mistakes are clear without the error's type; others need the type.
     is_users = isinstance(failure, (ValueError, MemoryLimitExceeded))
     line = str(failure) if is_users else f"{type(failure).__name__}: {failure}"
     return f"{limit_bytes(failure)}\t{line}".encode()
 
 
 def heard_failure(process: str, word: bytes) -> Exception:
-    """Returns the error to raise in this process for another one's failure.
+    """Returns the error to raise in this process for the failure of another process.
 
     Args:
         process: the name of the other process, for the message.
-        word: the report of the other process, as `told_failure` makes it.
+        word: the bytes that `told_failure` returned in the other process.
     """
     limit, line = word.decode().split("\t", 1)
     message = f"{process} says: {line}"

@@ -1,6 +1,6 @@
-"""The order of dispatch: that of the lowered rows, except that a late copy delays only its device.
+"""Dispatches rows in their lowered order, except that a late copy delays only its device.
 
-A FREE waits until a copy, to the host or to another device, has arrived, and then ends the buffer
+A FREE waits until a copy to the host or to another device has arrived. It then frees the buffer
 that was copied. A RECEIPT waits until another process reports the arrival of a copy. While a FREE
 or a RECEIPT waits, its device is blocked, and later rows of the device queue up behind it. Rows of
 other devices go on. But such a row also waits, and then blocks its own device, if it
@@ -33,7 +33,7 @@ from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import Row
 
 _POLL_S = 5e-5
-"""Seconds of sleep between two tries while all rows that are left are blocked."""
+"""Seconds of sleep between two tries while all remaining rows are blocked."""
 _WAITING = tuple(kind for kind, info in KINDS.items() if info.runs is Runs.WAIT)
 
 
@@ -52,7 +52,7 @@ def dispatch_ready(
         table: the array of each buffer; None before it is made. The caller adds a row's arrays
             before it asks for the next number.
         leaves_host: the numbers of the rows that free bytes of the host, if the host has a limit.
-        check: is called again and again while all rows that are left wait for copies. It raises an
+        check: called repeatedly while all remaining rows wait for copies. It raises an
             error if a copy will never come, because the other process is stopped.
     """
     blocked = _Blocked(rows, targets, table, leaves_host)
@@ -77,7 +77,7 @@ def dispatch_ready(
 
 @dataclass
 class _Blocked:
-    """The rows that were put off.
+    """The rows that are blocked or queued behind a blocked row.
 
     `queues` has their numbers by device, in the order of the lists. A device is in `queues` only
     while it is blocked. The other fields are the arguments of `dispatch_ready`.
@@ -97,18 +97,18 @@ class _Blocked:
         for device in sorted(self.queues, key=lambda d: self.queues[d][0]):
             queue = self.queues[device]
             while queue and self.is_ready(queue[0]):
-                # Until the row is dispatched it may block others, so it stays in its queue.
+                # The row may block other rows until it is dispatched, so it stays in its queue.
                 yield queue[0]
                 queue.popleft()
             if not queue:
                 del self.queues[device]
 
     def is_ready(self, index: int) -> bool:
-        """Tells whether a row may be dispatched, if no earlier row of its device is blocked."""
+        """Returns whether a row may be dispatched, if no earlier row of its device is blocked."""
         return self._may_enter(index) and self._has_inputs(self.rows[index])
 
     def _may_enter(self, index: int) -> bool:
-        """Tells whether a row may make its buffers, or drop arrays, before the blocked rows."""
+        """Returns whether a row may make its buffers, or drop arrays, before the blocked rows."""
         target = self.targets[index]
         if target in self.queues and self.queues[target][0] < index:
             return False
@@ -119,12 +119,12 @@ class _Blocked:
         return True
 
     def _is_before(self, index: int, condition: Callable[[int], bool]) -> bool:
-        """Tells whether, before row `index`, there is a blocked row that meets a condition."""
+        """Returns whether a blocked row before row `index` meets a condition."""
         earlier = (i for queue in self.queues.values() for i in queue if i < index)
         return any(map(condition, earlier))
 
     def _has_inputs(self, row: Row) -> bool:
-        """Tells whether all that a row reads has been made or, for rows that wait, has come."""
+        """Returns whether a row's inputs are made or, for a FREE or RECEIPT, have arrived."""
         if row.kind is Kind.FREE:
             # The copy was dispatched earlier. If the table lacks it, it was already used and freed.
             copy = self.table[row.reads[1]]
@@ -136,5 +136,5 @@ class _Blocked:
 
 
 def _awaits_move(row: Row) -> bool:
-    """Tells whether a row is the FREE of a moved array; the FREE of a swapped value has a layer."""
+    """Returns whether a row is the FREE of a moved array; the FREE of a swapped value has a layer."""
     return row.kind is Kind.FREE and row.layer < 0

@@ -5,12 +5,12 @@ from typing import Any
 
 
 class StageError(RuntimeError):
-    """A program or a copy failed: the message says in which stage, task and layer.
+    """A program or a copy failed; the message names the stage, the task and the layer.
 
     Attributes:
-        state: after a failed migration or change of the model between two steps, a whole state that
-            can be saved or trained further; else None.
-        table: the arrays at the failure, by the numbers of their buffers.
+        state: a complete state that can be saved or trained further, if a migration or a change of
+            the model failed between two steps; else None.
+        table: the arrays at the time of the failure, indexed by buffer number.
     """
 
     state: Any = None
@@ -18,4 +18,4 @@ class StageError(RuntimeError):
 
 
 class HostLost(StageError):  # noqa: N818 - it names what has happened
-    """Another process of the run is gone, with its arrays: go on from the last checkpoint."""
+    """Another process of the run is lost, with its arrays; resume from the last checkpoint."""

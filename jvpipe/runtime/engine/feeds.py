@@ -1,4 +1,4 @@
-"""The slices of a batch, and the seeds, that micro-batches read from the host."""
+"""Makes the slices of the batch and the seeds that micro-batches read from the host."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,14 +19,14 @@ def feeds_of(
 ) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
     """Returns what each micro-batch of a step reads from the host, by (kind, index).
 
-    Leaves that are only shapes are left out. Each micro-batch's seed consists of the key's
+    Leaves without values (only shapes) are left out. Each micro-batch's seed consists of the key's
     words, the step and the micro-batch's number, so random values do not depend on the plan.
 
     Args:
-        batch: a whole batch.
+        batch: the batch, before it is split.
         words: the words of the run's key, if it has one.
         step: the number of the step.
-        microbatches: how many the batch is split into.
+        microbatches: the number of micro-batches in the batch.
     """
     feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
     for i, leaf in enumerate(jax.tree.leaves(batch)):

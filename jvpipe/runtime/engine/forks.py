@@ -9,7 +9,7 @@ from jvpipe import _jax
 
 
 def check_not_forked() -> None:
-    """Raises ValueError in a process forked from one that has used JAX: work would wait forever."""
+    """Raises ValueError if the parent used JAX before the fork: work here would wait forever."""
     owner, present = _owner(), os.getpid()
     if owner == present:
         return
@@ -27,10 +27,10 @@ def _owner() -> int:
 
     The answer is cached, and a forked process inherits it. After a fork, the answer is therefore
     the number of another process. If the parent had used JAX but had not called this function, the
-    forked process inherits no answer. It then has devices, but only Python's threads. On systems
-    that do not list threads, this case goes unnoticed.
+    forked process inherits no answer. It then has JAX's devices, but only Python's threads. This
+    case goes unnoticed on systems that do not list threads in `/proc`.
     """
-    # Each device that works has threads of JAX besides Python's.
+    # A working device has JAX threads, which Python does not count as its own.
     with suppress(OSError):
         threads = len(os.listdir("/proc/self/task"))
         if _jax.has_devices() and threads <= threading.active_count():

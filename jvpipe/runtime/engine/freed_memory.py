@@ -1,9 +1,9 @@
 """Keeps the freed memory of CPU devices in the process, where new buffers find it at once.
 
-By default, glibc returns a large buffer to the system when it is freed. The system then supplies
-the pages of the next buffer one by one, while the buffer is written. This takes up to a quarter of
-a step (experiments/groups). If the process keeps freed buffers, their pages are ready. The price is
-that the process always holds as much memory as at its peak.
+By default, glibc returns a large buffer to the system when the buffer is freed. The system then
+supplies the pages of the next buffer one by one, while the buffer is written. These page faults
+take up to a quarter of a step (experiments/groups). A process that keeps freed buffers avoids the
+faults. The price is that the process's memory stays at its peak.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ _VARIABLES = (
 
 @cache
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory, once for the process; returns whether it does.
+    """Tells glibc to keep freed memory, once per process; returns whether glibc accepts.
 
-    Does nothing if there is another C library, or if the user's environment sets these options.
+    Does nothing if the C library has no `mallopt`, or if the user's environment sets these options.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return False

@@ -26,7 +26,7 @@ def agree_on_given(
     Args:
         hosts: the processes.
         params: arrays, or a function that makes them.
-        batch: a batch, or its shapes.
+        batch: a batch, or the shapes of its leaves.
         rng: the key of the run.
         model_state: arrays.
 
@@ -61,5 +61,5 @@ def agree_on_given(
 
 
 def _unread(leaf: Any) -> Any:
-    """Returns a leaf, or the shape of a lazy leaf: its values are read only if they are needed."""
+    """Returns a leaf, or only the shape of a lazy leaf, so that its values are not read here."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf

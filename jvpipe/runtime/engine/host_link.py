@@ -21,7 +21,7 @@ def link_between(hosts: Hosts) -> Link:
     """Returns the latency and bandwidth of the link between any two processes.
 
     All processes make this call. The first call measures the link between the first two processes,
-    which stands for all links. All processes get the first process's result.
+    and takes it as typical of all links. All processes get the first process's result.
     """
     if hosts.link is None:
         seconds = [_seconds(hosts, size) for size in _SIZES]
@@ -33,8 +33,8 @@ def link_between(hosts: Hosts) -> Link:
 def _seconds(hosts: Hosts, size: int) -> float:
     """Returns the median seconds of a copy from the first process to the second.
 
-    Only the first process's result has a meaning. The clocks of two processes differ, so each copy
-    goes there and back, and half of the time counts.
+    Only the first process's result is meaningful. The clocks of two processes differ, so the first
+    process times each copy to the second process and back, and halves the time.
 
     Args:
         hosts: the processes.
@@ -42,7 +42,7 @@ def _seconds(hosts: Hosts, size: int) -> float:
     """
     transport = hosts.connected
     transport.begin()
-    if hosts.process > 1:  # takes no part, but has called `begin` to count runs as the others do
+    if hosts.process > 1:  # only counts the run, in `begin`, as the others do
         return 0.0
     (device, *_) = jax.local_devices()
     other = 1 - hosts.process
@@ -56,7 +56,7 @@ def _seconds(hosts: Hosts, size: int) -> float:
         outward, back = 2 * i, 2 * i + 1
         if hosts.process == 0:
             transport.offer(other, outward, array)
-            # Pauses between two checks would count as latency, so there are none.
+            # A pause between two checks would count as latency.
             returned = transport.ask(other, back, like)
             hosts.come(returned, pause_s=0.0)
             returned.block_until_ready()

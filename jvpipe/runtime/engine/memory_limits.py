@@ -9,11 +9,11 @@ from jvpipe.util.devices import Device, is_own
 from jvpipe.util.sizes import GIB, limits_of_each
 
 _ALIKE = 0.98
-"""Devices whose reported limits differ by little count as equal: each gets the smallest reported
-limit that is at least this share of its own."""
+"""Nearly equal limits count as equal: each device gets the smallest reported limit that is at
+least this share of the limit that the device itself reports."""
 _WHOLE = 0.92
-"""The share of a GPU's reported memory that a plan may fill. The rest is for the gaps that the
-allocator leaves between arrays."""
+"""The share of a GPU's reported memory that a plan may fill. The rest is left for gaps
+between arrays in the allocator."""
 
 
 def device_limits(
@@ -34,8 +34,8 @@ def device_limits(
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    # All processes must exchange reports, even those that were given a limit: a process
-    # that was given none waits for the reports of all.
+    # Even a process with a given limit must exchange reports, because a process without a
+    # given limit waits for the reports of all processes.
     if limits is None or hosts is not None:
         reported = reported_limits(devices, hosts)
         if limits is None:
@@ -52,11 +52,11 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
 
     Args:
         devices: all devices of the run.
-        hosts: the processes of the run, if there are several. Each tells the others the
+        hosts: the processes of the run, if there are several. Each sends the others the
             limits of its own devices.
 
     Returns:
-        A limit for each device; none if no device reports one.
+        A limit for each device; empty if no device reports a limit.
     """
     limits = {
         device.id: limit
@@ -68,7 +68,7 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         limits = {at: limit for word in words for at, limit in json.loads(word)}
     if not limits:
         return ()
-    # A device that reports nothing gets the smallest limit that another one reports.
+    # A device that reports no limit gets the smallest reported limit.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
 
     def of_alike(limit: int) -> int:

@@ -12,8 +12,8 @@ _log = logging.getLogger("jvpipe")
 def phase(name: str) -> Iterator[None]:
     """Logs at level DEBUG that a phase begins, and at level INFO how long it took.
 
-    Both log records have the name as their attribute `phase`, by which displays of progress find
-    the records.
+    Both log records have an attribute `phase` with the name. Progress displays use the attribute to
+    find the records.
 
     Args:
         name: the work of the phase, such as "tracing the loss".

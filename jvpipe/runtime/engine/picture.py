@@ -11,10 +11,10 @@ from jvpipe.runtime.engine.record import Record
 
 
 def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Picture:
-    """Waits for the end of a closed record, and returns its picture with the moves before it.
+    """Waits for a closed record to end; returns a picture of it and of the moves before it.
 
-    The bytes are those that the ledger counts. The buffers that a row makes count from the row's
-    start on. The buffers that it frees count until the row's end.
+    The bytes are the bytes that the ledger counts. A buffer counts from the start of the row that
+    makes it until the end of the row that frees it.
 
     Args:
         monitor: the monitor that has watched the step.
@@ -32,7 +32,7 @@ def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Pic
 
 
 def _labeled(span: Span, labels: Sequence[str]) -> Span:
-    """Returns a span with the name of its layer, if it has one."""
+    """Returns a span, with the name of its layer added if the span has a layer."""
     layer = span.args.get("layer", -1)
     if not 0 <= layer < len(labels):
         return span
@@ -53,8 +53,8 @@ def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
 
         Args:
             memory: the index of the memory.
-            at_s: the time; a time before the last point counts as the last point's.
-            more_bytes: the bytes beside the held ones, which a running program takes.
+            at_s: the time; if it is before the last point's time, the last point's time is used.
+            more_bytes: the temporary bytes of a running program.
         """
         # Bytes are counted in the order of dispatch, which may differ from the order in time. The
         # curve must not go back in time, so a level is never earlier than the level before it.

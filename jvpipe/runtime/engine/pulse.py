@@ -1,4 +1,4 @@
-"""The pulses of processes: signs of life that each sends to the others, even while it waits."""
+"""The pulses of processes: heartbeats that each process sends to all others."""
 
 import secrets
 import socket
@@ -26,8 +26,8 @@ class Pulses:
     """The pulses of several processes: datagrams that each process sends to all others.
 
     A process that only waits still sends pulses. A process that is stopped or cut off sends none.
-    A process without any pulse so far does not count as silent, because some networks block
-    datagrams.
+    A process that has never sent a pulse does not count as silent, because some networks
+    block datagrams.
 
     Args:
         address: the address of this host on the network of the processes.
@@ -56,7 +56,7 @@ class Pulses:
         return 0.0 if heard_s is None else time.monotonic() - heard_s
 
     def _tell(self, process: int, others: Mapping[int, Pulse]) -> None:
-        """Sends pulses to the other processes for as long as this one lives."""
+        """Sends pulses to the other processes until this process ends."""
         while True:
             for other in others.values():
                 try:
@@ -66,7 +66,7 @@ class Pulses:
             time.sleep(BEAT_S)
 
     def _hear(self, others: set[int]) -> None:
-        """Notes when pulses of the other processes come."""
+        """Records the times at which pulses of the other processes arrive."""
         senders = {f"{self.own.word} {other}".encode(): other for other in others}
         while True:
             try:

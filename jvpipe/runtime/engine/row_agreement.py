@@ -1,7 +1,7 @@
-"""Makes processes compare the rows that each of them has lowered, before any of these rows runs.
+"""Compares the rows that the processes have lowered, before any row runs.
 
-If a process asks for an array that no other process sends, it waits forever. Rows may differ, for
-example because a process has another version of a library. Then an error must come before any row.
+A process that asks for an array waits forever if no process sends the array. The rows may differ,
+for example because the processes have different library versions, so they are compared first.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ def agree_on_rows(
     """Makes sure that all processes have lowered a plan to the same rows (programs and copies).
 
     The rows of evaluations are not compared. A comparison needs all processes at the same time, but
-    each process binds these rows again when it begins to run layers in groups, at its own time.
+    each process binds these rows again when it starts to run layers in groups, at a different time.
 
     Args:
         compiled: the plan.
-        name: names the compared rows in the message.
+        name: what the error message calls the compared rows.
         changes: the rows of the change to this plan, if there is one.
 
     Raises:
@@ -39,5 +39,5 @@ def agree_on_rows(
 
 
 def _in_words(row: Row) -> str:
-    """Returns a row with its place and buffers as a text, for processes to compare."""
+    """Returns a text of a row, its place and its buffers, which the processes compare."""
     return f"{row} {row.place} {row.reads} {row.writes} {row.frees}"

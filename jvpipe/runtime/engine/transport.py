@@ -1,4 +1,4 @@
-"""Carries arrays from the devices of one process to those of another.
+"""Sends arrays from the devices of one process to the devices of another.
 
 The source offers an array under a number, and the target asks for it under the same number. Both
 calls return at once, and either may come first. In this example, process 0 sends an array to
@@ -7,8 +7,8 @@ process 1:
     process 0    offer(1, 17, array)     lets process 1 pull the array under number 17
     process 1    ask(0, 17, like)        pulls the array that process 0 offers under number 17
 
-The number of a copy has two parts: the number of its row, and how often rows have been run. All
-processes lower the same rows and run them in the same order, so they find the same numbers.
+The number of a copy has two parts: the number of its row, and the number of the run of rows. All
+processes lower the same rows and run them in the same order, so they compute the same numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from jvpipe.trace.keys import implementation_of, is_key
 from jvpipe.util.devices import placed
 
 _RUN_BITS = 24
-"""How many of the low bits in a copy's number are for its row; the rest counts the runs of rows."""
+"""The low bits of a copy's number that hold the row's number; the rest count the runs of rows."""
 _NEVER = (1 << 62) - 1
 """A number that no copy has."""
 
@@ -35,7 +35,7 @@ class Transport:
 
     Args:
         server: the transfer server of this process.
-        links: the connections to the servers of the others, by process.
+        links: the connections to the servers of the other processes, by process.
     """
 
     def __init__(self, server: Any, links: Mapping[int, Any]) -> None:
@@ -45,23 +45,23 @@ class Transport:
         (device, *_) = jax.local_devices()
         number = jax.ShapeDtypeStruct((), np.int32)
         like = placed(number, device)
-        self._ends: dict[int, jax.Array] = {}  # by process: comes when the process is gone
+        self._ends: dict[int, jax.Array] = {}  # by process: ready when the process is gone
         for process, link in links.items():
             (self._ends[process],) = link.pull(_NEVER, [like])
 
     def begin(self) -> None:
-        """Begins a run of rows: from now on, the number of a row means a new copy."""
+        """Begins a run of rows, in which the number of each row stands for a new copy."""
         self._run += 1
 
     def offer(self, process: int, number: int, array: jax.Array) -> None:
         """Offers an array to a process; returns at once.
 
-        Until the array has arrived there, this process may drop its reference, but must not
-        overwrite the array. An array without elements is not sent, because `ask` makes it.
+        This process may drop its reference at once, but must not overwrite the array until the
+        array has arrived. An array without elements is not sent, because `ask` makes it.
 
         Args:
             process: the process that may ask for the array.
-            number: the number of the row that copies it.
+            number: the number of the row that copies the array.
             array: an array of this process.
         """
         if array.size:
@@ -72,13 +72,13 @@ class Transport:
     def ask(self, process: int, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Asks for an array that a process offers; returns it on a device of this process.
 
-        The values of the array come later, like those of a program's results.
+        The values arrive later, like the values of a program's results.
 
         Args:
             process: the process that offers the array.
             number: the number of the row that copies it.
-            like: the shape and type of the array, and where it will lie. Over a mesh, it must be
-                cut as it is at its source.
+            like: the shape and type of the array, and its devices. On a mesh, the array must be
+                cut as it is cut at the source.
         """
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
@@ -94,11 +94,11 @@ class Transport:
         return jax.random.wrap_key_data(array, impl=implementation_of(like.dtype))
 
     def _copy(self, number: int) -> int:
-        """Returns the number of the copy that a row makes in the present run of rows."""
+        """Returns the number of the copy that a row makes in the current run of rows."""
         return self._run << _RUN_BITS | number
 
     def lost(self) -> list[int]:
-        """Returns the processes that are gone, without waiting: their connections have ended."""
+        """Returns, without waiting, the processes whose connections have ended."""
         return [process for process, end in self._ends.items() if _jax.is_ready(end)]
 
 
@@ -118,7 +118,7 @@ def transfer_servers(address: str, publish: Callable[[str], Mapping[int, str]]) 
 def to_host(array: jax.Array) -> Any:
     """Returns a copy of an array on the host, which no later step can overwrite."""
     if is_key(array):
-        # NumPy has no random keys, so their integers are copied and made keys again.
+        # NumPy has no random keys, so the keys' integers are copied and wrapped as keys again.
         integers = np.array(jax.random.key_data(array))
         words = jax.numpy.asarray(integers)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))

@@ -1,4 +1,4 @@
-"""The caller's pytrees, which are split into the leaves that layers own, and joined again."""
+"""Splits the caller's pytrees into leaves of single layers, and joins the leaves again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Trees:
-    """The caller's trees with which a model was traced, as shapes.
+    """The shapes of the caller's trees with which a model was traced.
 
     A split tree has, in place of each stacked array, one leaf for each layer.
 
     Args:
         params: the parameters.
-        batch: a whole batch.
+        batch: the batch of a step.
         rng: the key of the run, if it has one.
         model_state: the model state, if the loss has one (`has_state`).
         stacks: says how stacked parameters are split into layers.
@@ -67,11 +67,11 @@ class Trees:
 
 
 def with_sums(leaves: Sequence[Any], state: Sequence[Array]) -> list[Any]:
-    """Adds, after the user's leaves of a model state, zeros for the sums of deferred batch norms.
+    """Appends zeros for the sums of deferred batch norms to the user's leaves of a model state.
 
     Args:
         leaves: the user's leaves.
-        state: the shapes of all leaves; the last ones are those of the sums.
+        state: the shapes of all leaves; the shapes of the sums come last.
     """
     sums = [np.zeros(array.shape, array.dtype) for array in state[len(leaves) :]]
     return [*leaves, *sums]
@@ -84,7 +84,7 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
         tree: a tree of arrays.
         split: the expected shapes, with stacks split.
         stacks: says how stacked arrays are split.
-        what: names the tree in the message.
+        what: the name of the tree in the error message.
 
     Raises:
         ValueError: the tree has other containers, paths, shapes or types than expected.
@@ -98,7 +98,7 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
     ...
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
-    # Trees are compared with stacks joined, so that messages are about the caller's arrays.
+    # Stacks are joined before the comparison, so that messages name the caller's arrays.
     expected = stacks.join(split, _stacked)
     there, here = map(_types, (abstract(tree), expected))
     for path, needed in here.items():

@@ -1,8 +1,8 @@
 """Finds the shape, type and layout of a value of a run before the value is made.
 
-Here the layout says how a value is cut over the devices of a mesh. The model's graph, the optimizer
-and the loss know all three for most values. The exceptions, such as residuals, have shapes that
-only their programs know.
+The layout says how a value is cut over the devices of a mesh. For most values, the model's graph,
+the optimizer or the loss gives the shape, type and layout. For other values, such as residuals,
+only the programs that make the values give them.
 """
 
 import jax
@@ -37,9 +37,9 @@ def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Arr
 
 
 def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
-    """Returns along which axes of its mesh a value is cut; empty if it is whole on each device.
+    """Returns the mesh axes along which a value is cut; empty if each device has all of it.
 
-    Do not call this for a residual: only the program that leaves the residual has its layout.
+    Do not call this for a residual: only the program that makes the residual has its layout.
 
     Args:
         graph: the model's layers.

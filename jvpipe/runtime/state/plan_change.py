@@ -1,4 +1,4 @@
-"""A change of plan as an entry of a run's history, and the layers that it moves."""
+"""Records a change of plan in a run's history, and finds the layers that the change moves."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ class PlanChange:
         old: the plan before.
         new: the plan after.
         layers: the layers that moved: (layer, device before, device after).
-        moved_bytes: how many bytes the copies carried.
-        how: "inside" a step; "between" two steps; or "by host": between two steps as well, but
-            through the host's memory, because some device could not hold the layers that leave it
-            together with the layers that arrive.
+        moved_bytes: the number of bytes that were copied.
+        how: "inside" a step; "between" two steps; or "by host": between two steps,
+            through the host's memory, because some device could not hold its departing and its
+            arriving layers together.
     """
 
     step: int
@@ -49,8 +49,8 @@ class PlanChange:
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     """Returns the layers that change devices: (layer, device before, device after).
 
-    If a layer has replicas, the result has only the first device that it leaves and the first
-    device to which it comes.
+    If a layer has replicas, the result has only the first device that the layer leaves and
+    the first device to which it moves.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)

@@ -1,13 +1,12 @@
-"""Writes checkpoints beside the training: one at a time, in another thread.
+"""Writes checkpoints in another thread during the training, one at a time.
 
 The state is copied to the host before the write begins. So no step waits for the disk, and no step
 changes the arrays that are written.
 
-Orbax's CheckpointManager also has a thread, and rules for which checkpoints to keep. It is not used
-here, because Orbax's format has no digests of files and no states in flight. In that format, an
-array belongs to all processes, while each array of jvpipe lies with one process. The manager also
-names and deletes folders by its own rules. Only its thread would be of use, and this file has one
-of its own.
+Orbax's CheckpointManager also writes in a thread, and has rules for which checkpoints to keep. It
+is not used here, because Orbax's format has no digests of files and no states in the middle of a
+step. In Orbax, an array belongs to all processes, while one process holds each array of jvpipe. The
+manager also names and deletes folders by its own rules. Only its thread would be of use here.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Locks the folder of a run, so that no other run writes its checkpoints there meanwhile."""
+"""Locks the folder of a run, so that no other run writes checkpoints there."""
 
 import fcntl
 import os
@@ -18,8 +18,8 @@ class HeldError(ValueError):
 def held_folder(path: Path, holder: Path) -> Iterator[None]:
     """Makes a folder if there is none, and locks it while the context is open.
 
-    The system frees the lock however the process ends. At the end of the context, the folder and
-    its parents are removed if they were made here and are still empty.
+    The system frees the lock when the process ends, even after a crash. At the end of the context,
+    the folder and its parents are removed if this call made them and they are empty.
 
     Args:
         path: the folder.
@@ -77,7 +77,7 @@ def _write_holder(path: Path, descriptor: int, holder: Path) -> None:
     replace_bytes(holder, f"{process}, on {gethostname()}".encode())
     # Writing the file has changed the folder's modification time, which several hosts compare to
     # check that they see the same folder. Other hosts may still see the old time for a while, and
-    # would then take the folder for another one. So the old time is set again.
+    # would then conclude that the folders differ. So the old time is restored.
     with suppress(OSError):
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 

@@ -1,4 +1,4 @@
-"""Sealed files: JSON with a digest of its content, so that a change by hand is noticed."""
+"""Sealed files: JSON files with a digest of their content, which reveals a change by hand."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from jvpipe.util.replaced_file import replace_text
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes entries and their digest as JSON; a crash leaves the old or the new file whole."""
+    """Writes entries and their digest as JSON; a crash leaves the complete old or new file."""
     sealed = {**content, "digest": _digest(content)}
     replace_text(path, json.dumps(sealed, indent=1) + "\n")
 
@@ -21,13 +21,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        DamageError: the file has changed since it was written, or is not such a file.
+        DamageError: the file has changed since it was written, or is not a sealed file.
     """
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        # The digest was computed without its own entry.
+        # The digest does not cover its own entry.
         digest, expected = content.pop("digest", None), _digest(content)
     except (ValueError, RecursionError) as problem:
         raise DamageError(f"{path} is damaged: {problem}") from problem
