@@ -56,3 +56,12 @@ def test_what_is_known_before_it_has_come_is_told_without_waiting() -> None:
     assert (loss.shape, loss.dtype, loss.ndim, loss.size) == ((), jnp.float32, 0, 1)
     assert loss.is_ready()
     assert jax.tree.leaves([loss])[0] is loss
+
+
+def test_an_array_that_is_copied_can_be_written() -> None:
+    value = jnp.arange(3.0)
+    awaited = Awaited(value, jax.block_until_ready)
+    copied = np.array(awaited)
+    copied[0] = 7.0
+    assert copied.tolist() == [7.0, 1.0, 2.0]
+    assert np.asarray(awaited).tolist() == [0.0, 1.0, 2.0]

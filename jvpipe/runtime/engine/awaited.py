@@ -54,7 +54,7 @@ class Awaited(NDArrayOperatorsMixin):
         return self._come()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self._come(), dtype)
+        return np.array(self._come(), dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         values = (np.asarray(x) if isinstance(x, Awaited) else x for x in inputs)

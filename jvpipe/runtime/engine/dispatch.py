@@ -136,5 +136,5 @@ class _Blocked:
 
 
 def _awaits_move(row: Row) -> bool:
-    """Returns whether a row is the FREE of a moved array; the FREE of a swapped value has a layer."""
+    """Tells whether a row is the FREE of a moved array; the FREE of a swapped value has a layer."""
     return row.kind is Kind.FREE and row.layer < 0

@@ -22,7 +22,7 @@ from jvpipe.trace.keys import implementation_of, is_key
 from jvpipe.util.devices import placed
 
 _RUN_BITS = 24
-"""The low bits of a copy's number that hold the row's number; the rest count the runs of rows."""
+"""How many of the low bits in a copy's number are for its row; the rest counts the runs of rows."""
 _NEVER = (1 << 62) - 1
 """A number that no copy has."""
 
