@@ -116,7 +116,7 @@ def test_what_the_run_did_not_have_is_refused() -> None:
         ({"batches": [BATCH] * 2}, "the run had 3 batches, and the replay got 2: give all of them"),
         ({"batches": BATCH}, "batches must be a list of all batches of the run"),
         ({"batches": 3}, "batches must be a list of all batches of the run"),
-        ({"batches": ["x"] * 3}, "no array"),
+        ({"batches": ["x"] * 3}, "not an array"),
         ({"rng": jax.random.key(0)}, "the run had no key, and the replay got one"),
         ({"model_state": {"mean": 0.0}}, "model_state is {'mean': 0.0}, that of the run was None"),
     ]

@@ -43,6 +43,6 @@ def test_mistakes() -> None:
     decides = "planner 'pipedream' decides stages, replicas and cuts itself"
     with pytest.raises(ValueError, match=decides):
         ask_shapes("pipedream", pinned)
-    many = r"5 devices: pipedream replicates .* the model has 4 pieces: use at most 4"
+    many = r"5 devices: pipedream needs a piece .* the model has 4 pieces: use at most 4"
     with pytest.raises(ValueError, match=many):
         ask_shapes("pipedream", shapes_of(COSTS, flat(5, 50.0), 8))

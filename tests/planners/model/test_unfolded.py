@@ -128,7 +128,7 @@ def test_stages_must_be_a_multiple_of_chunks() -> None:
         Problem(costs, 5, find_schedule("interleaved"), 4)
     with pytest.raises(
         ValueError,
-        match=r"interleaved needs 2 x 4 = 8 stages, the model has 6 layers: one chunk per",
+        match=r"interleaved needs 2 x 4 = 8 stages, but the model has 6 layers: one chunk per",
     ):
         Problem(costs, 8, find_schedule("interleaved"), 4)
 
