@@ -1,4 +1,4 @@
-"""The reader of command lines and of the files of options that they name.
+"""The reader of command lines, and of the file of options that `--config` names.
 
 The value of an option comes from the first of these sources that has the option: the command line,
 the file of `--config`, the config.json of the run that `--resume` continues, the default.
@@ -9,6 +9,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -387,7 +388,8 @@ def _typed(
         if isinstance(value, list) and tuple in kinds:
             value = tuple(value)
         elif type(value) is int and float in kinds:  # a file may have 1 for the rate 1.0
-            value = float(value)
+            with suppress(OverflowError):  # a number that no float can have is refused below
+                value = float(value)
         has_texts = type(value) is not tuple or all(type(text) is str for text in value)
         if type(value) not in kinds or not has_texts:
             types = " or ".join(_WORDS[kind] for kind in kinds if kind is not NoneType)

@@ -53,7 +53,7 @@ def adapipe(problem: Problem) -> Decision:
 
 
 class Suffix(NamedTuple):
-    """The best plans of stages s to p - 1; entry i of an array is for a stage s from layer i on.
+    """The best plans of stages s to p - 1; in entry i of an array, stage s begins at layer i.
 
     W_s and E_s are infinite if no plan fits.
 

@@ -45,7 +45,8 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     does not say which bytes are activations, so the plan swaps and recomputes nothing.
 
     All edges use one link, whose rate is the median over the edges that have both `cost` and
-    `size`. Every edge counts as the bytes that this link moves in the edge's `cost`.
+    `size`; without such edges, 16 GB/s. An edge counts as the bytes that the link moves in its
+    `cost`. Its `size` is not used otherwise.
 
     Args:
         text: the text of the file.

@@ -93,6 +93,7 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
         ("a.yaml", "- 2", "must be a mapping from option names to values, not list"),
         ("a.yaml", "model: !!python/object:os.system x", "line 1: could not determine"),
         ("a.json", '{"seed": null}', "seed is None"),
+        ("a.json", '{"learning_rate": 1' + 400 * "0" + "}", "learning_rate is 1.*, but must be a"),
         ("there/is/none.toml", "", "cannot be read: No such file"),
     ],
 )

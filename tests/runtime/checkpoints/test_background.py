@@ -74,3 +74,25 @@ def test_the_end_tells_of_it_unless_something_else_went_wrong(
 ) -> None:
     with pytest.raises((OSError, ValueError), match=told):
         begun(error)
+
+
+def test_a_write_is_waited_for_though_a_wait_before_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end, done = threading.Event(), []
+
+    def write() -> None:
+        assert may_end.wait(LIMIT_S)
+        done.append("written")
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with Writer() as writer:
+        writer.begin(write)
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(threading.Thread, "join", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.wait()
+        may_end.set()
+    assert done == ["written"]

@@ -1,11 +1,11 @@
 """Writes checkpoints in another thread during the training, one at a time.
 
-The state is copied to the host before the write begins. So no step waits for the disk, and no step
-changes the arrays that are written.
+The caller copies the state to the host before the write begins. So no step changes the arrays that
+are written, and a step waits for the disk only if the write before takes until then.
 
 Orbax's CheckpointManager also writes in a thread, and has rules for which checkpoints to keep. It
 is not used here, because Orbax's format has no digests of files and no states in the middle of a
-step. In Orbax, an array belongs to all processes, while one process holds each array of jvpipe. The
+step. Orbax expects arrays that all processes share, but in jvpipe one process holds an array. The
 manager also names and deletes folders by its own rules. Only its thread would be of use here.
 """
 
@@ -47,9 +47,9 @@ class Writer:
 
     def wait(self) -> None:
         """Waits until the last write has ended; raises its error if it failed."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()  # if Ctrl-C interrupts this, the thread is still waited for later
+            self._thread = None
         # An error is raised only once, so that the writer can be used again afterwards.
         failure, self._failure = self._failure, None
         if failure is not None:
