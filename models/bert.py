@@ -75,6 +75,11 @@ class BertConfig(MaskedConfig):
     published: bool = False
     tied: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tied and not self.published:
+            raise ValueError(f"tied={self.tied} needs published=True: give both, or neither")
+
     def bias(self, tokens: int) -> Float[Array, "H T T"] | None:
         """Returns the bias by distance (ALiBi); None if `published`."""
         return None if self.published else distance_bias(self.heads, tokens)

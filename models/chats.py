@@ -142,7 +142,7 @@ def read_template(folder: Path) -> ChatTemplate | None:
     """Reads the chat template beside a tokenizer; None if there is no template.
 
     Raises:
-        ValueError: a file cannot be read.
+        ValueError: a file cannot be read, or a template in a list has no name or no text.
     """
     settings: dict[str, Any] = {}
     for name in (FILES[2], FILES[1]):
@@ -153,7 +153,13 @@ def read_template(folder: Path) -> ChatTemplate | None:
                 raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
     source = settings.get("chat_template")
     if isinstance(source, list):  # several templates with names
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        try:
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        except (KeyError, TypeError) as problem:
+            raise ValueError(
+                f"{folder / FILES[1]}: each entry of the list chat_template must have a 'name' and "
+                f"a 'template', unlike {str(source)[:80]}"
+            ) from problem
     if (folder / FILES[0]).exists():
         source = (folder / FILES[0]).read_text(encoding="utf-8")
     if source is None:

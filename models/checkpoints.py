@@ -86,7 +86,8 @@ def to_folder(workload: Workload, params: Tree, like: str | Path, into: str | Pa
         into: a new folder, or an empty one.
 
     Raises:
-        ValueError: the folder that the model was loaded from no longer exists.
+        ValueError: the folder that the model was loaded from no longer exists, or `into` is not
+            empty.
         OSError: the new folder cannot be written.
     """
     folder, form = open_folder(model_folder(like)), format_of(workload.name)

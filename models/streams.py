@@ -39,7 +39,7 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
     Args:
         rows: a function that opens the stream at its beginning.
         name: the name of the stream, for messages.
-        characters: about how many characters are read.
+        characters: about how many characters are read; at least two rows are.
         one_in: one character in `one_in` is held out, rounded up to whole rows.
 
     Raises:
@@ -50,7 +50,7 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
     for row in rows():
         head.append(row)
         ends.append(ends[-1] + len(json.dumps(row, default=str)))
-        if ends[-1] >= characters:
+        if ends[-1] >= characters and len(head) > 1:
             break
     if len(head) < 2:
         raise ValueError(

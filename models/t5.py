@@ -44,6 +44,8 @@ from jvpipe.models.kinds import Parts
 from jvpipe.models.losses import Logits, LossFunction, predicting
 from jvpipe.models.workload import Data, Workload, sized
 
+_PUBLISHED = ("head_width", "buckets", "distance", "gated", "tied", "scaled")
+
 
 @dataclass(frozen=True)
 class T5Config(TransformerConfig):
@@ -69,6 +71,24 @@ class T5Config(TransformerConfig):
     gated: bool = False
     tied: bool = True
     scaled: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in _PUBLISHED and value != field.default and not self.published:
+                raise ValueError(
+                    f"{field.name}={value} needs published=True: give both, or neither"
+                )
+        # Half of the classes are for later tokens, and half of these have one distance each.
+        if self.buckets < 4:
+            raise ValueError(f"buckets={self.buckets} must be at least 4")
+        # The decoder has no later tokens, so half of its classes have one distance each.
+        if self.distance <= self.buckets // 2:
+            raise ValueError(
+                f"distance={self.distance} must be more than {self.buckets // 2}, half of "
+                f"buckets={self.buckets}: change one of them"
+            )
 
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
         """Returns the bias by distance (ALiBi)."""

@@ -215,8 +215,11 @@ def frequency_loss(
         records: the ids that are counted.
         held_out: batches with `targets` and `weights`.
         vocabulary: the number of ids.
-        first: the least id that is predicted.
+        first: the least id that is predicted, unless a lower one is among the targets.
     """
+    # A given tokenizer may have a lower end mark, such as 0.
+    learned = [batch["targets"][batch["weights"] > 0] for batch in held_out]
+    first = int(np.concatenate(learned, axis=None).min(initial=first))
     # Laplace's rule adds 1 to each count. With a count of 0, a loss could be infinite.
     counts = np.bincount(records.reshape(-1), minlength=vocabulary)[first:] + 1.0
     losses = np.log(counts.sum()) - np.log(counts)

@@ -13,7 +13,7 @@ class UserBatches:
     If the stream has the methods `get_state` and `set_state`, as Grain's iterators do, its own
     state is the position. For any other stream, the position is the number of batches taken so far.
     A resumed run then opens a new stream, which must yield the same batches again, and skips that
-    many of them.
+    many of them. To go back, an iterable such as a list is opened again; an iterator cannot be.
 
     Args:
         called: the text of the call that returned the stream, for messages.
@@ -27,13 +27,14 @@ class UserBatches:
 
     def __init__(self, called: str, stream: Any) -> None:
         try:
-            self._iterator: Any = iter(stream)
+            self._opened: Any = iter(stream)
         except TypeError as problem:
             kind = type(stream).__name__
             raise ValueError(
                 f"{called} should return an iterator of batches, not {kind}"
             ) from problem
-        self._called, self._taken = called, 0
+        self._iterator: Any = self._opened
+        self._called, self._stream, self._taken = called, stream, 0
         names = ("get_state", "set_state")
         self._keeps_place = all(hasattr(self._iterator, name) for name in names)
 
@@ -75,7 +76,7 @@ class UserBatches:
 
         Raises:
             ValueError: this stream has its own position and the saved position is a count, or vice
-                versa.
+                versa; or the position is before that of an iterator without its own position.
         """
         saved = "without it" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:
@@ -88,5 +89,17 @@ class UserBatches:
             place = state["place"]
             self._iterator.set_state(place.encode("latin-1") if state.get("bytes") else place)
             return
+        if state["batches"] < self._taken:
+            self._reopen(state["batches"])
         while self._taken < state["batches"]:
             next(self)
+
+    def _reopen(self, wanted: int) -> None:
+        again = iter(self._stream)
+        if again is self._opened:
+            raise ValueError(
+                f"{self._called} is at batch {self._taken} and cannot go back to {wanted}: give an "
+                "iterator with get_state and set_state, or a list of batches"
+            )
+        self._iterator = self._opened = again
+        self._taken = 0

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.models.folder_settings import Settings
 from jvpipe.models.weight_folder import Folder
+from jvpipe.util.new_folder import check_new_folder
 
 _OTHER_WEIGHTS = (
     ".safetensors",
@@ -234,8 +235,11 @@ def write_params(
         into: a new folder, or an empty one.
 
     Raises:
+        ValueError: no folder can be made there, or it is not empty.
         OSError: the folder cannot be written.
     """
+    # Old files must not stay, because a reader may prefer an old index to the new weights.
+    check_new_folder(into, f"into={into}")
     piece_of, leaves = pieces(form.sources(config)), dict(flat(params))
 
     def tensor(name: str) -> np.ndarray:

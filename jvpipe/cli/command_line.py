@@ -19,7 +19,7 @@ from typing import Any, NoReturn, get_args
 import jvpipe
 from jvpipe import models
 from jvpipe.cli.command_options import NOT_KEPT, TrainOptions, check_each
-from jvpipe.cli.outputs import check_figure, check_new_folder, check_writable
+from jvpipe.cli.outputs import check_figure, check_writable
 from jvpipe.cli.own_model import ENTRY_POINTS
 from jvpipe.cli.run_folder import MARK, RECORDED, RunDir, check_made_here
 from jvpipe.cost.presets import PRESETS
@@ -30,6 +30,7 @@ from jvpipe.session.options import PipelineOptions
 from jvpipe.util.brief import brief
 from jvpipe.util.extras import MissingExtraError
 from jvpipe.util.names import did_you_mean
+from jvpipe.util.new_folder import check_new_folder
 from jvpipe.util.option import Group, PipelineOption, options_of
 from jvpipe.util.yaml_text import read_yaml
 
@@ -251,7 +252,8 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
     if options.export:
         check_writable(Path(options.export))
     if options.export_weights:
-        check_new_folder(Path(options.export_weights))
+        into = options.export_weights
+        check_new_folder(Path(into), f"--export-weights {into}")
     for tracker in options.track:
         find_tracker(tracker)
     return options

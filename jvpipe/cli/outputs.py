@@ -141,17 +141,6 @@ def check_writable(path: Path) -> None:
         )
 
 
-def check_new_folder(path: Path) -> None:
-    """Raises ValueError if `--export-weights` certainly cannot make a folder at a path."""
-    flag = f"--export-weights {path}"
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{flag} exists already: name a new folder, or an empty one")
-    if not path.parent.is_dir():
-        raise ValueError(f"{flag}: there is no folder {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{flag}: you have no permission to write there; name another folder")
-
-
 def write_safetensors(path: Path, params: PyTree) -> None:
     """Writes arrays on the host to a `.safetensors` file, with the names of `parameter_names`.
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jvpipe.cli.own_model import own_data, shapes
+from jvpipe.models.user_batches import UserBatches
 from tests.grid import grid
 from tests.own import Ends, Full, Plain
 
@@ -66,6 +67,18 @@ def test_a_place_of_another_kind_is_refused() -> None:
         data(Plain()).train.set_state({"place": {"next_index": 1}})
     with pytest.raises(ValueError, match="has its own position, but the run was saved without it"):
         data(Full()).train.set_state({"batches": 1})
+
+
+def test_batches_go_back_or_say_that_they_cannot() -> None:
+    again, once = UserBatches("again()", [*"abcd"]), UserBatches("once()", iter("abcd"))
+    for batches in (again, once):
+        assert [next(batches) for _ in range(3)] == [*"abc"]
+        batches.set_state({"batches": 3})
+        assert (batches.peek(), next(batches)) == ("d", "d")
+    again.set_state({"batches": 1})
+    assert (next(again), again.get_state()) == ("b", {"batches": 2})
+    with pytest.raises(ValueError, match=r"once\(\) is at batch 4 and cannot go back to 1: give"):
+        once.set_state({"batches": 1})
 
 
 def test_batches_that_end_are_told_so() -> None:

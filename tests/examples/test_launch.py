@@ -57,7 +57,8 @@ def test_the_loop_resumes_after_75_alone(
 
 def test_the_unit_begins_a_run_and_resumes_one_with_checkpoints(tmp_path: Path) -> None:
     unit = (LAUNCH / "jvpipe.service").read_text()
-    assert "RestartForceExitStatus=75\n" in unit
+    restarts = [line for line in unit.splitlines() if line.startswith("Restart")]
+    assert restarts == ["Restart=no", "RestartForceExitStatus=75", "RestartSec=10"]
     match = re.search(r"^ExecStart=/bin/sh -c '(.*)'$", unit, re.MULTILINE)
     assert match
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')

@@ -172,6 +172,12 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
     assert "bf16" in str(jax.make_jaxpr(workload.loss_fn)(params, batch, KEY))
 
 
+def test_only_a_published_model_may_be_untied() -> None:
+    assert not tiny(tied=False, published=True).config.tied
+    with pytest.raises(ValueError, match="tied=False needs published=True: give both, or neither"):
+        tiny(tied=False)
+
+
 def test_large_is_planned_without_its_parameters() -> None:
     workload = load("bert", "large")
     params = jax.eval_shape(workload.init, KEY)

@@ -111,6 +111,13 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     assert read_template(tmp_path) == ChatTemplate("B", {"eos_token": "</s>"})
 
 
+@pytest.mark.parametrize("entry", [{"template": "A"}, {"name": "default"}, "A"])
+def test_a_list_of_templates_without_names_is_refused(tmp_path: Path, entry: Any) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [entry]}))
+    with pytest.raises(ValueError, match=r"config\.json: each entry .* must have a 'name' and a"):
+        read_template(tmp_path)
+
+
 def test_files_of_conversations_are_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

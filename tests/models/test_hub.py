@@ -72,6 +72,11 @@ def test_the_first_rows_are_held_out() -> None:
         read_head(lambda: Stream(ROWS[:1]), "owner/name")
 
 
+def test_a_long_first_row_is_not_the_whole_head() -> None:
+    head = read_head(lambda: Stream(ROWS), "owner/name", characters=10)
+    assert [*head.held_out, *head.first] == ROWS[:2]
+
+
 @pytest.fixture
 def on_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stream_of: Callable[[Any], Any]

@@ -97,6 +97,14 @@ def test_frequency_loss_is_counted_by_hand() -> None:
     assert frequency_loss(records, [held_out], 10, first=4) == pytest.approx(expected)
 
 
+def test_frequency_loss_counts_an_end_mark_below_the_first_id() -> None:
+    records = np.array([[1, 5, 5, 0], [1, 3, 5, 0]], np.int32)
+    held_out = {"targets": np.array([[5, 0]]), "weights": np.ones((1, 2), np.float32)}
+    # Each of six ids gets 1 more than its count: 0 has 3, 5 has 4, and all together have 14.
+    expected = -(log(3 / 14) + log(4 / 14)) / 2
+    assert frequency_loss(records, [held_out], 6, first=2) == pytest.approx(expected)
+
+
 def test_an_order_of_prediction_is_random_and_hides_nothing() -> None:
     record = np.array([CLS, *range(10, 29), SEP], np.int32)
     examples = [

@@ -77,6 +77,26 @@ def test_what_was_read_skips_to_every_block_of_the_decoder() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"buckets": 2}, "buckets=2 must be at least 4"),
+        ({"buckets": 8, "distance": 4}, "distance=4 must be more than 4, half of buckets=8"),
+        ({"published": False, "gated": True}, "gated=True needs published=True: give both"),
+        ({"published": False, "scaled": False}, "scaled=False needs published=True: give both"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(options: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        tiny(**{"published": True, **options})
+
+
+def test_the_fewest_classes_of_distances_have_a_loss() -> None:
+    workload = tiny(published=True, blocks=1, buckets=4, distance=3)
+    params = jax.eval_shape(workload.init, KEY)
+    assert jax.eval_shape(workload.loss_fn, params, workload.abstract_batch(2), KEY)
+
+
 def test_780m_is_planned_without_its_parameters() -> None:
     workload = load("t5", "780m")
     V, D, L = 32128, 1024, 24

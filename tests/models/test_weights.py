@@ -5,6 +5,7 @@ them.
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,19 @@ def test_masks_and_positions_are_no_weights(tmp_path: Path) -> None:
         given("gpt2", file.parent)[1],
         given("gpt2", WEIGHTS / "gpt2")[1],
     )
+
+
+def test_only_a_new_or_empty_folder_is_written(tmp_path: Path) -> None:
+    config, lazy = given("gpt2", WEIGHTS / "gpt2")
+    write = partial(write_params, open_folder(WEIGHTS / "gpt2"), gpt2.FORMAT, config, lazy)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"into=.*old exists already: name a new folder"):
+        write(tmp_path / "old")
+    with pytest.raises(ValueError, match=r"there is no folder .*none; make it first"):
+        write(tmp_path / "none" / "new")
 
 
 @pytest.mark.parametrize("name", MODELS)
