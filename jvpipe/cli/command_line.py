@@ -339,7 +339,8 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             content_by_name = json.loads(content)
     except (OSError, ValueError, RecursionError) as problem:
-        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        reason = getattr(problem, "strerror", None) or first_line
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
         kind = type(content_by_name).__name__

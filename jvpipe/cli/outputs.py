@@ -97,7 +97,7 @@ def _reason(path: str) -> str | None:
         with file.open("ab"):
             pass
         if not there:
-            file.unlink()
+            file.resolve().unlink()  # a link without a target stays
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         return f"the file cannot be written ({cause}): give another path"

@@ -1,5 +1,6 @@
 """The command `python -m jvpipe.plan`, which plans a model or a graph file without running it."""
 
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -182,8 +183,12 @@ def read_import(flag: str, text: str) -> tuple[str, str]:
     find_format(format)
     if not file:
         raise ValueError(f"{flag} {text}: give FORMAT:FILE, such as megatron:layout.txt")
+    path = Path(file)
     try:
-        return format, Path(file).read_text(encoding="utf-8")
+        # The file is read twice: when the options are checked, and after planning.
+        if path.is_fifo() or path.is_char_device():
+            raise OSError(errno.ESPIPE, "this is not a regular file")
+        return format, path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{flag} {text}: the file cannot be read ({error.strerror})") from None
     except ValueError:

@@ -182,7 +182,7 @@ def join(options: TrainOptions) -> Hosts:
                 shutdown_timeout_seconds=10,
             )
         except (ValueError, RuntimeError) as problem:
-            reason = str(problem).splitlines()[0]
+            reason = next(iter(str(problem).splitlines()), type(problem).__name__)
             raise ValueError(
                 f"the processes cannot connect: {reason} If JAX does not support your cluster, "
                 "give --coordinator HOST:PORT, --process-id and --num-processes"

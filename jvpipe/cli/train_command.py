@@ -145,13 +145,15 @@ def train(
     """
     first, patience = state.step, job.options.early_stop
     seen = evaluations_before(job)
-    finished = first >= job.steps
-    text = f"all {first} steps are done" if finished else f"steps {first + 1} to {job.steps}"
+    finished, over = first >= job.steps, seen.over(patience)
+    text = f"steps {first + 1} to {job.steps}"
+    if finished or over:
+        text = f"all {first} steps are done" if finished else f"stopped early after step {first}"
     print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
     tidy(job, seen)
     signum: int | None = None
     # A run that stopped early makes no steps when it is resumed.
-    if not finished and not seen.over(patience):
+    if not finished and not over:
         state, seen, signum = _steps(job, state, seen, stop, watch, speech)
     print(seen.told(patience), end="")
     return state, signum
@@ -203,7 +205,8 @@ def _steps(
             return state, seen, log.signum()
         except ValueError:
             # The usual cause is a loss that is not finite. The log still gets the last step.
-            log.failed()
+            with suppress(Exception):  # the error that ended the training is the one to tell
+                log.failed()
             raise
 
 

@@ -171,7 +171,7 @@ def find_target(name: str) -> Target:
     """Finds a target by name; a TPU's name may be followed by a topology, such as `v5e:4x4`.
 
     Raises:
-        ValueError: no target has that name, or the topology is not two or three counts.
+        ValueError: no target has that name, or the topology is not two or three counts of at least 1.
 
     >>> find_target("v5e:4x4").topology
     'v5e:4x4'
@@ -186,9 +186,10 @@ def find_target(name: str) -> Target:
     if kind not in TARGETS or TARGETS[kind].platform != "tpu":
         raise ValueError(did_you_mean("compile target", name, list(TARGETS)))
     chip = TARGETS[kind]
-    if not re.fullmatch(r"\d+(x\d+){1,2}", topology):
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
         raise ValueError(
-            f"compile target {name}: a topology is two or three counts, such as {chip.topology}"
+            f"compile target {name}: a topology is two or three counts of at least 1, such as "
+            f"{chip.topology}"
         )
     return _tpu(kind, topology, chip.accelerator)
 

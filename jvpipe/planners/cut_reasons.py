@@ -1,8 +1,9 @@
 """Explains the place of each cut: what would happen if the cut were one layer later.
 
 Then the first layer of a stage would be the last one of the stage before. `_reason` gives the first
-reason that applies: the layer may not move, the stage before would exceed its memory limit, or the
-step would not be faster. Further reasons may be added there.
+reason that applies: the layer may not move, the stage before would exceed its memory limit, or one
+of the two stages would take longer. Otherwise `_reason` says that the planner chose so. Further
+reasons may be added there.
 """
 
 from collections.abc import Sequence
@@ -93,4 +94,7 @@ def _reason(
     larger_s = max(stages[s].seconds, stages[s - 1].seconds)
     if before.seconds > larger_s:
         return head + f"the larger of stages {s - 1} and {s} would grow to {moved_ms:.2f} ms"
-    return head + "the step would not be faster with it on the stage before"
+    # Only a simulation would show whether the step would be longer.
+    return (
+        f"{head}the planner chose so: stage {s - 1} could hold it, and would take {moved_ms:.2f} ms"
+    )

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import chain, islice, repeat
-from threading import Semaphore
+from threading import Event, Semaphore
 from typing import Any, TypeVar
 
 import jax
@@ -306,14 +306,17 @@ def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
     """Calls a function on each item, in as many threads as the machine has processors.
 
     An item is submitted only when a thread is free, because a process that exits waits for all
-    submitted items, even for items that no thread has begun.
+    submitted items, even for items that no thread has begun. After an error no item is submitted.
     """
     count = os.cpu_count() or 1
-    free = Semaphore(count)
+    free, failed = Semaphore(count), Event()
 
     def act_and_free(item: T) -> U:
         try:
             return act(item)
+        except BaseException:
+            failed.set()
+            raise
         finally:
             free.release()
 
@@ -321,6 +324,8 @@ def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
     with ThreadPoolExecutor(count) as pool:
         for item in items:
             free.acquire()
+            if failed.is_set():
+                break
             futures.append(pool.submit(act_and_free, item))
     return [future.result() for future in futures]
 

@@ -117,7 +117,7 @@ class WeightsAndBiases(_Sent):
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as problem:
-            reason = str(problem).splitlines()[0].rstrip(".")
+            reason = next(iter(str(problem).splitlines()), type(problem).__name__).rstrip(".")
             raise ValueError(
                 f"--track wandb: {reason}; WANDB_MODE=offline keeps the metrics on this disk"
             ) from problem

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jvpipe.cli import command_line
 from jvpipe.cli.command_line import given, parse
 from jvpipe.cli.command_options import NOT_KEPT, TrainOptions, kept_options
 from jvpipe.cli.run_folder import RunDir
@@ -106,6 +107,18 @@ def test_a_file_that_is_none_is_told_in_one_line(
         given(["--config", str(tmp_path / name)])
     assert str(refused.value).startswith(f"--config {tmp_path / name}")
     assert "\n" not in str(refused.value)
+
+
+def test_an_error_without_a_message_is_told_by_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_: str) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(command_line, "read_yaml", unreadable)
+    (tmp_path / "a.yaml").write_text("stages: 2")
+    with pytest.raises(ValueError, match=r"cannot be read: RecursionError$"):
+        given(["--config", str(tmp_path / "a.yaml")])
 
 
 def test_a_resumed_run_takes_a_file_before_what_it_was(tmp_path: Path) -> None:

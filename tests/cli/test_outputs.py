@@ -17,6 +17,13 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     assert (old.read_text(), sorted(tmp_path.iterdir())) == ("kept", [old])
 
 
+def test_a_link_to_a_file_that_is_yet_to_be_is_left_as_it_is(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to("later.json")
+    check_outputs({"--json": str(link)})
+    assert (link.readlink(), list(tmp_path.iterdir())) == (Path("later.json"), [link])
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 
 from experiments.hosts.run import free_port
@@ -96,6 +97,17 @@ def test_a_network_without_a_secret_is_warned_of_in_one_line(
     assert join(given(everywhere)) is ALONE
     told = "warning: anyone who can reach 0.0.0.0 can join or end this run: give --secret-file\n"
     assert capsys.readouterr().err == told
+
+
+def test_an_error_of_jax_without_a_message_is_told_by_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(**_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(jax.distributed, "initialize", fails)
+    with pytest.raises(ValueError, match="the processes cannot connect: RuntimeError If JAX"):
+        join(given(["--distributed"]))
 
 
 def test_a_secret_where_nobody_asks_for_it_is_refused(tmp_path: Path) -> None:

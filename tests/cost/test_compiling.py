@@ -106,8 +106,10 @@ def test_every_device_of_a_preset_is_a_target_or_is_refused_by_name() -> None:
         target_of(P40)
     with pytest.raises(ValueError, match="unknown compile target 'h10': did you mean 'h100'"):
         find_target("h10")
-    with pytest.raises(ValueError, match="v5e:big: a topology is two or three counts, such as"):
-        find_target("v5e:big")
+    for wrong in ("v5e:big", "v5e:0x4", "v5p:2x2x0"):
+        told = f"{wrong}: a topology is two or three counts of at least 1, such as v5"
+        with pytest.raises(ValueError, match=told):
+            find_target(wrong)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What formats say of a plan, what they refuse, and what of theirs is read."""
 
+import os
 import re
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -349,6 +350,16 @@ def test_the_command_names_mistakes_in_one_line(
     assert of_tiny_llama(*options) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert told in error
+
+
+def test_a_pipe_which_would_be_empty_when_read_again_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe that nobody writes to: it is not even opened, which would wait."""
+    os.mkfifo(tmp_path / "pipe")
+    assert of_tiny_llama("--import", f"megatron:{tmp_path / 'pipe'}") == 2
+    error = capsys.readouterr().err
+    assert error.endswith("pipe: the file cannot be read (this is not a regular file)\n")
 
 
 def test_what_is_imported_is_simulated_as_planners_do() -> None:

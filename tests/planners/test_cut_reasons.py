@@ -30,3 +30,13 @@ def test_layers_that_run_again_together_may_be_separated() -> None:
     problem = limited(chain(layers, 4, 4, "zb-v"), 10**6)
     choices = (0, 0, RECOMPUTE, RECOMPUTE_CHAIN, RECOMPUTE_CHAIN, 0)
     assert len(cut_reasons(problem, Decision((0, 1, 2, 5, 6), choices))) == 3
+
+
+def test_a_cut_that_no_stage_explains_is_told_as_the_planners_choice() -> None:
+    """Nothing is simulated, so nothing is said of the step."""
+    problem = chain([LayerCost("block", 1.0, 2.0, (Option(0),))] * 6, 2)
+    (reason,) = cut_reasons(problem, Decision.keeping_all((0, 2, 6)))
+    assert reason == (
+        "layer 2 (block) goes to stage 1 because the planner chose so: stage 0 could hold it, and "
+        "would take 9000.00 ms"
+    )

@@ -1,13 +1,16 @@
 """Each distinct layer is made once, each program compiled once per device."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jvpipe._jax import ClosedJaxpr
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.programs.store import Program, ProgramStore, in_parallel
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import build_graph
 from jvpipe.trace.loss import trace_loss
@@ -81,3 +84,15 @@ def test_the_mark_of_a_program_has_four_bytes_that_are_not_donated() -> None:
     np.testing.assert_array_equal(found, 2 * X)
     assert (mark.shape, mark.nbytes) == ((), 4)
     assert x.is_deleted()
+
+
+def test_after_an_error_no_item_begins() -> None:
+    begun = []
+
+    def fails(item: int) -> None:
+        begun.append(item)
+        raise ValueError(f"item {item}")
+
+    with pytest.raises(ValueError, match="item 0"):
+        in_parallel(fails, range(1000))
+    assert len(begun) <= 2 * (os.cpu_count() or 1)

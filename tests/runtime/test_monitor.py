@@ -58,6 +58,20 @@ def test_any_thread_can_read_a_record_and_moves_between_steps_are_none() -> None
     assert pipe.session.measured() == found[0]
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_the_drain_of_a_stream_is_no_step(schedule: str) -> None:
+    m = CASES["mlp"]()
+    pipe, state = started(m, PLAN, schedule)
+    pipe.session.monitor()
+    for _ in range(2):
+        state = pipe.drain(pipe.step(state, batch_of(m, MICRO))[0])
+    earlier, later = pipe.session.measured(before=True), pipe.session.measured()
+    for found in (earlier, later):
+        forwards = [span for span in found.spans if span.name.startswith("0F")]
+        assert {span.name for span in forwards} == {f"0F{n}" for n in range(MICRO)}
+    assert min(span.start_s for span in later.spans) > min(span.start_s for span in earlier.spans)
+
+
 def copied_bytes(pipe: jvpipe.Pipeline, links: Sequence[tuple[int, int]]) -> list[int]:
     """What the measured timeline says that went over each link between devices."""
     names = [str(device) for device in pipe.session.settings.devices]

@@ -106,7 +106,7 @@ class Channel:
             raise
         except Exception as error:
             # The first process keeps the store. If the store fails, that process is probably gone.
-            reason = str(error).splitlines()[0]
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             gone = self.gone(wait_s=CLOSING_S) or f"{self.named(0)} does not answer"
             raise HostLost(
                 f"{gone}, go on from the last checkpoint: no {name} came: {reason}"

@@ -160,6 +160,7 @@ class Monitor:
         self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in queues]
         self._last = [0.0] * len(self._queues)
         self._records: deque[Record] = deque(maxlen=max(2, kept))
+        self._steps: deque[Record] = deque(maxlen=2)  # without the drains of streams
         self._now: Record | None = None
         for place, queue in enumerate(self._queues):
             threading.Thread(target=self._watch, args=(place, queue), daemon=True).start()
@@ -194,6 +195,8 @@ class Monitor:
         )
         if _is_step(lowered):
             self._records.append(self._now)
+        if _begins_microbatches(lowered):
+            self._steps.append(self._now)
 
     def noting(self, order: Iterable[int]) -> Iterator[int]:
         """Yields the numbers of rows in the given order, and notes the order."""
@@ -250,13 +253,14 @@ class Monitor:
         return list(self._records)[-count:]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Waits for the last step, and returns what was measured.
+        """Waits for the last step, and returns what was measured; drains of streams do not count.
 
         Args:
             before: whether to read the step before the last one, if there is one.
         """
-        records = self.last(2 if before else 1)
-        return self.read(records[0])
+        self.close()
+        steps = list(self._steps or self._records)
+        return self.read(steps[0] if before else steps[-1])
 
     def read(self, record: Record) -> Measured:
         """Waits for the rows of a closed record; returns their times. Any thread may call this."""
@@ -405,3 +409,8 @@ def _computes(lowered: Lowered) -> bool:
 def _is_step(lowered: Lowered) -> bool:
     """Tells whether rows are a step, and not moves of layers or an evaluation."""
     return any(KINDS[row.kind].busy for row in lowered.rows)
+
+
+def _begins_microbatches(lowered: Lowered) -> bool:
+    """Tells whether rows are a step and not a drain, which has only earlier micro-batches."""
+    return any(KINDS[row.kind].busy and row.microbatch >= 0 for row in lowered.rows)
