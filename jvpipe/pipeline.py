@@ -106,6 +106,10 @@ class Pipeline(Trainer):
             parameters, as in `{"*": "swap"}`: "keep", or "swap", which leaves the state on
             the host between updates. By default, the planner decides under a memory limit,
             and without a limit all state is kept.
+        whole_layers: recompute whole layers, each by the program that ran its forward before.
+            Results then do not depend on fates on any platform, because each layer has the same
+            programs under all of them. On CPUs they never do. A layer is recomputed as a
+            whole if any of its values has the fate "recompute".
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state, such as statistics of batch
             norms.
@@ -176,6 +180,7 @@ class Pipeline(Trainer):
         stacked: str | None = None,
         frozen: Sequence[str] | None = None,
         state_fates: Mapping[str, str] | None = None,
+        whole_layers: bool = False,
         has_aux: bool = False,
         has_state: bool = False,
         deferred_batch_norm: bool = False,

@@ -169,6 +169,7 @@ _OF_MODELS = (
     "set",
     "frozen",
     "state_fates",
+    "whole_layers",
 )
 """The options that need a model and cannot be given with a graph file."""
 

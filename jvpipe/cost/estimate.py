@@ -148,7 +148,8 @@ def _options(
     # The seconds of recomputation come from the roofline, because nothing is measured here.
     recomputed = recomputes(traced, nothing, device)
     inputs = own_inputs(traced.graph, signatures)
-    options = layer_options(traced, inputs, recomputed)
+    forwards_s = [work.forward_s for work in works]
+    options = layer_options(traced, inputs, recomputed, forwards_s)
     return with_said_options(traced, works, options, store, said)
 
 

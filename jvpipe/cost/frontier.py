@@ -20,7 +20,9 @@ from jvpipe.cost.costs import Option
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.measuring_effort import OPTIONS
 from jvpipe.cost.recompute import Recompute, recompute_of
+from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import Fate
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace.graph import Traced
 
@@ -62,6 +64,7 @@ def layer_options(
     traced: Traced,
     inputs: Sequence[Sequence[int]],
     recomputed: Sequence[Recompute],
+    forwards_s: Sequence[float],
     measured: Sequence[Calibration] | None = None,
 ) -> list[tuple[Option, ...]]:
     """Returns the options of every layer.
@@ -70,31 +73,44 @@ def layer_options(
         traced: the model.
         inputs: by layer, the input tensors that only this layer's backward reads.
         recomputed: by layer, what dropping its candidates costs.
+        forwards_s: by layer, the seconds of its forward; read only if the model recomputes
+            whole layers.
         measured: by layer, measured extra seconds; None if nothing was measured.
     """
     cache: dict[tuple[int, int], tuple[Option, ...]] = {}
     by_layer = []
-    for layer in traced.graph.layers:
-        arrays = [traced.graph.tensors[t].array for t in inputs[layer.id]]
+    graph = traced.graph
+    for layer in graph.layers:
+        arrays = [graph.tensors[t].array for t in inputs[layer.id]]
         recompute = recomputed[layer.id]
         input_bytes = sum(array.bytes for array in arrays)
         # The options of layers with equal programs and inputs of equal size differ only in names.
         key = id(recompute), input_bytes
         if key not in cache:
-            options = recompute_options(recompute, input_bytes)
+            again = None
+            if graph.whole_layers:
+                again = _forward_again(graph, layer, forwards_s[layer.id])
+            options = recompute_options(recompute, input_bytes, again=again)
             if measured:
                 options = calibrated(options, measured[layer.id])
             cache[key] = options
-        label = traced.graph.label(layer)
+        label = graph.label(layer)
         names = [array.name for array in arrays]
         by_layer.append(named(cache[key], label, names))
     return by_layer
+
+
+def _forward_again(graph: LayerGraph, layer: Layer, forward_s: float) -> tuple[float, int]:
+    """Returns the seconds of a layer's forward, and the bytes of the tensors that it yields."""
+    yielded = (graph.tensors[t].array.bytes for t in layer.writing(ValueKind.TENSOR))
+    return forward_s, sum(yielded)
 
 
 def recompute_options(
     recompute: Recompute,
     input_bytes: int = 0,
     count: int = OPTIONS.options,
+    again: tuple[float, int] | None = None,
 ) -> tuple[Option, ...]:
     """Returns a layer's options: the first keeps everything, the last recomputes everything.
 
@@ -105,11 +121,18 @@ def recompute_options(
         recompute: what dropping the layer's candidates costs.
         input_bytes: the bytes of inputs that the layer alone holds; some options swap them, too.
         count: the most options that are returned.
+        again: if the layer can only be recomputed as a whole, the seconds of its forward and
+            the bytes of its results; else None.
     """
     everything = _option(recompute, recompute.choices)
     nothing = _option(recompute, frozenset())
+    if again is not None and nothing != everything:
+        # The forward, run again, yields all that it yielded before, its results included.
+        forward_s, result_bytes = again
+        extra_bytes = everything.kept_bytes + result_bytes
+        nothing = replace(nothing, kept_bytes=0, extra_s=forward_s, extra_bytes=extra_bytes)
     others = []
-    for kept in recompute.subsets():
+    for kept in [recompute.choices] if again is not None else recompute.subsets():
         for option in _swapping(recompute, kept, input_bytes):
             # `everything` and `nothing` are in the result in any case.
             if option not in (everything, nothing):

@@ -142,7 +142,7 @@ def measured_costs(
     With `fates`, three backwards of each layer are measured. They keep all, half and none of
     the candidates, which are the values whose fates can be chosen. The modeled seconds of
     recomputation are made to agree with these measurements. The extra bytes of each option
-    are those of its backward as compiled.
+    are those of its backward as compiled. With `whole_layers`, each layer has one backward.
 
     Args:
         traced: the model.
@@ -161,7 +161,9 @@ def measured_costs(
         devices_per_core: the devices of the pipeline per core of the host, if they are
             CPUs. Layers are then timed as if all devices were busy.
     """
-    shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
+    shares: tuple[Share, ...] = ("all",)
+    if fates and not traced.graph.whole_layers:
+        shares = ("all", "half", "nothing")
     kept: dict[Share, list[LayerPrograms]] = {}
     for share in shares:
         kept[share] = [programs.on_trial for programs in layer_programs(store, traced, share)]
@@ -175,7 +177,7 @@ def measured_costs(
         update_s = partial(_update_s, runs)
         works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
     if fates:
-        options = _measured_options(traced, kept, runs, store, device)
+        options = _measured_options(traced, kept, runs, works, store, device)
     if split:
         splits = split_costs(graph, keep_all, partial(_halves_s, runs))
     signatures = [programs.signature for programs in keep_all]
@@ -272,6 +274,7 @@ def _measured_options(
     traced: Traced,
     kept: Mapping[Share, Sequence[LayerPrograms]],
     runs: Runs,
+    works: Sequence[Work],
     store: ProgramStore,
     device: Device,
 ) -> list[tuple[Option, ...]]:
@@ -281,19 +284,23 @@ def _measured_options(
         traced: the model.
         kept: by the share of candidates that is kept, the programs of each layer.
         runs: the runs of all backwards of these programs.
+        works: by layer, its work.
         store: the store that compiles backwards.
         device: the device for which backwards are compiled.
     """
-    nothing = kept["nothing"]
+    signatures = [programs.signature for programs in kept["all"]]
+    inputs = own_inputs(traced.graph, signatures)
+    nothing = kept.get("nothing") or layer_programs(store, traced, "nothing")
     recomputed = recomputes(traced, nothing, accelerator_of(device))
+    forwards_s = [work.forward_s for work in works]
+    if traced.graph.whole_layers:
+        return layer_options(traced, inputs, recomputed, forwards_s)
     measured: list[dict[Share, Run]] = [{} for _ in nothing]
     for share, of_share in kept.items():
         for of_layer, programs in zip(measured, of_share, strict=True):
             of_layer[share] = runs[backward_program(programs).key]
     calibrations = list(map(_calibration, recomputed, measured))
-    signatures = [programs.signature for programs in kept["all"]]
-    inputs = own_inputs(traced.graph, signatures)
-    options = layer_options(traced, inputs, recomputed, calibrations)
+    options = layer_options(traced, inputs, recomputed, forwards_s, calibrations)
     # Equal layers share a `LayerPrograms`, whose id is their key, so they are compiled once.
     alike = [id(programs) for programs in nothing]
     return with_compiled_bytes(traced, options, alike, store, device)

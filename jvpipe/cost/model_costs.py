@@ -257,7 +257,8 @@ class _Model:
     """The values of a model: their bytes, and the layers that read or make them.
 
     Attributes:
-        holders: by value, the layers whose backward reads it, in ascending order.
+        holders: by value, the layers whose backward reads it, or whose forward may read it
+            again for the backward, in ascending order.
         touching: by value, the layers whose forward reads or makes it, in ascending order.
         bytes: by value, its bytes; parameters and aux values are not in it.
     """
@@ -269,6 +270,9 @@ class _Model:
         for layer, signature in zip(graph.layers, signatures, strict=True):
             values = {"input": layer.reads, "output": layer.writes}
             left = {values[kind][i] for kind, i in signature.sources if kind != "residual"}
+            if graph.whole_layers:
+                # The layer may run again, and then reads all its inputs before its backward.
+                left.update(ref for ref in layer.reads if ref.kind in _PASSING)
             for ref in left:
                 self.holders[ref] = (*self.holders.get(ref, ()), layer.id)
             for ref in {*layer.reads, *layer.writes}:

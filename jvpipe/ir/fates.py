@@ -33,8 +33,8 @@ class Fates:
     Attributes:
         kept: for each layer, the candidates that its forward saves.
         swapped: for each layer, the kept candidates that go to the host until the backward.
-        recomputed: the layers whose forwards run once more, before a backward that reads
-            their outputs.
+        recomputed: the layers whose forwards run once more, before the first backward that
+            reads what they yield.
         away: the edges that go to the host until the backward.
         dropped: the edges that are recomputed for the backward.
     """
@@ -48,6 +48,9 @@ class Fates:
     @staticmethod
     def of(graph: LayerGraph, plan: Plan) -> "Fates":
         """Resolves a plan's fates from names to layers and edges.
+
+        If `graph.whole_layers` is true, a layer with a candidate that is recomputed is
+        recomputed as a whole.
 
         >>> from jvpipe.ir.layers import Array, Layer
         >>> from jvpipe.ir.plan import Fate, Stage
@@ -69,6 +72,14 @@ class Fates:
         dropped = frozenset(edge for edge, fate in edges.items() if FATES[fate].again)
         recomputed = frozenset(graph.tensors[t].producer for _, t in dropped)
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
+        if graph.whole_layers:
+            # Without a part that is recomputed inside its backward, a layer has only one backward
+            # program, whatever its fates.
+            recomputed |= {
+                layer.id
+                for layer in graph.layers
+                if left_by(graph, layer, fates.get(layer.id, {}), lambda info: not info.saved)
+            }
         for layer in recomputed:  # the repeated forward yields all residuals, so none needs a fate
             fates[layer] = {}
         kept, swapped = [], []

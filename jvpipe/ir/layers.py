@@ -162,6 +162,7 @@ class LayerGraph:
     seed_bytes: int = 16
     aux_chosen: tuple[AuxReduction | None, ...] = ()  # the user's choice for each group of aux
     state_chosen: tuple[StateReduction | None, ...] = ()  # the same for each leaf of the state
+    whole_layers: bool = False  # whether layers are recomputed by their own forward programs
 
     def label(self, layer: Layer) -> str:
         """Names a layer as plans name it: with its id if several layers have the same name.

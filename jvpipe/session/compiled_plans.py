@@ -256,6 +256,7 @@ class CompiledPlans:
                 sharding=settings.sharding,
                 reductions=settings.reductions,
                 deferred_over=settings.microbatches if settings.deferred_batch_norm else 1,
+                whole_layers=settings.whole_layers,
             )
 
     def _agree(self, traced: Traced, cutter: OptimizerCutter) -> None:

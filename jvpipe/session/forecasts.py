@@ -60,6 +60,7 @@ def plan_for(
     stacked: str | None = None,
     frozen: Sequence[str] | None = None,
     state_fates: Mapping[str, str] | None = None,
+    whole_layers: bool = False,
     compile: bool | str = False,
     title: str = "",
 ) -> Forecast:
@@ -100,6 +101,7 @@ def plan_for(
             default, a planner that chooses fates decides, unless several planners are given: state
             is on the host if no other plan fits, or if copying it takes less time than the
             recomputations that would make room for it.
+        whole_layers: whether to recompute only whole layers, as `jvpipe.Pipeline` takes it.
         compile: True for the compiler of the hardware, or the name of a compile target,
             such as "v5e:4x4".
         title: the title of the figure.

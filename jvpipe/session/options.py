@@ -305,6 +305,17 @@ class PipelineOptions:
         EVERY,
         "plans",
     )
+    whole_layers: bool = option(
+        False,
+        checked_flag,
+        "Recomputes whole layers, each by the program that ran its forward before. Results then "
+        "do not depend on fates on any platform, since each layer has the same programs under all "
+        "of them. On CPUs they never do.",
+        "memory",
+        "",
+        EVERY,
+        "plans",
+    )
     group: bool | None = option(
         None,
         checked_flag,

@@ -100,6 +100,7 @@ class Question(Training):
             present,
             has_aux=self.has_aux,
             has_state=self.has_state,
+            whole_layers=self.whole_layers,
         )
         return replace(model, traced=self._cutter(model).freeze(model.traced))
 

@@ -48,6 +48,7 @@ class Training:
         state_fates: the fates of the optimizer's state, by patterns of the paths of parameters.
         sharding: how parameters are sharded over the devices of a place, if places are meshes.
         grad_norm: whether to report the global norm of the gradient.
+        whole_layers: whether layers are recomputed by their own forward programs.
     """
 
     loss_fn: Callable[..., Any]
@@ -61,6 +62,7 @@ class Training:
     state_fates: Mapping[str, str] = field(default_factory=dict)
     sharding: Sharding | None = None
     grad_norm: bool = False
+    whole_layers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

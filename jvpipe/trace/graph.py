@@ -289,6 +289,7 @@ class _Assembly:
             self.loss.seed_words * 4,
             self.loss.aux_chosen,
             self.loss.state_chosen,
+            self.loss.whole_layers,
         )
 
     def _parameters(self, readers: dict[Var, list[int]]) -> tuple[Parameter, ...]:

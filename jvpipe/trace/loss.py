@@ -52,6 +52,7 @@ class LossJaxpr:
         aux_chosen: for each leaf of aux, the reduction that the user chose, if any.
         state_chosen: for each leaf of the model state, the reduction that the user chose, if any.
         frozen: the numbers of the parameters that have no updates and need no gradients.
+        whole_layers: whether layers are recomputed by their own forward programs.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -73,6 +74,7 @@ class LossJaxpr:
     aux_chosen: tuple[AuxReduction | None, ...] = ()
     state_chosen: tuple[StateReduction | None, ...] = ()
     frozen: frozenset[int] = frozenset()
+    whole_layers: bool = False
 
     def inputs_of(self, kind: ValueKind) -> list[Var]:
         """Returns the variables of the inputs of a kind."""

@@ -50,6 +50,7 @@ def trace_model(
     sharding: Sharding | None = None,
     reductions: Reductions = Reductions(),  # noqa: B008 - it is frozen
     deferred_over: int = 1,
+    whole_layers: bool = False,
 ) -> Model:
     """Traces a loss at the shapes of a micro-batch, and cuts it into layers.
 
@@ -70,6 +71,7 @@ def trace_model(
         reductions: the user's choice of how leaves of aux and of the model state are reduced.
         deferred_over: k if the running statistics of batch norms change once in k micro-batches,
             at the last of the k; 1 if they change in every micro-batch.
+        whole_layers: whether layers are recomputed by their own forward programs.
 
     Raises:
         ValueError: `sharding` does not fit the parameters, or a layer would read other parameters
@@ -87,7 +89,7 @@ def trace_model(
         reductions=reductions,
     )
     loss, stacks, params = _of_layers(trace, loss_fn, params, stacks)
-    loss = deferred(loss, deferred_over)
+    loss = replace(deferred(loss, deferred_over), whole_layers=whole_layers)
     if sharding is not None:
         loss = _sharded(loss, sharding, specs, stacks)
     traced = reshaped(loss, present) if present else build_graph(loss)

@@ -57,7 +57,11 @@ def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
     Raises:
         CoupledError: the loss has other layers at the size of the slice.
     """
-    loss = replace(_resized(traced, examples.size), frozen=traced.loss.frozen)
+    loss = replace(
+        _resized(traced, examples.size),
+        frozen=traced.loss.frozen,
+        whole_layers=traced.loss.whole_layers,
+    )
     smaller = build_graph(loss, traced.cuts, traced.splits)
     if _layers(smaller.graph) != _layers(traced.graph):
         raise CoupledError(

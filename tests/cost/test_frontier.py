@@ -44,6 +44,17 @@ def point(option: Option, input_bytes: int) -> tuple[float, ...]:
     )
 
 
+def test_a_layer_that_is_recomputed_as_a_whole_is_kept_swapped_or_run_again() -> None:
+    found = [
+        (o.kept_bytes, o.swapped_bytes, o.extra_s, o.extra_bytes)
+        for o in recompute_options(THREE, count=100, again=(20.0, 3))
+    ]
+    # The forward takes 20 s and yields the 7 bytes of candidates and 3 bytes of results.
+    assert found[0] == (7, 0, 0.0, 0)
+    assert found[-1] == (0, 0, 20.0, 10)
+    assert all(kept + swapped == 7 for kept, swapped, *_ in found[:-1])
+
+
 def test_without_swaps_the_options_are_the_efficient_subsets_non_convex_ones_included() -> None:
     found = {
         (o.kept_bytes, o.extra_s): dict(o.fates)
@@ -134,7 +145,8 @@ def test_no_two_tensors_of_a_model_share_a_name() -> None:
     model = traced("pre-norm")
     signatures = [made.signature for made in programs("pre-norm")]
     found = recomputes(model, programs("pre-norm", "nothing"), CORE)
-    options = layer_options(model, own_inputs(model.graph, signatures), found)
+    forwards_s = [0.0] * len(found)
+    options = layer_options(model, own_inputs(model.graph, signatures), found, forwards_s)
     names = [
         name for layer in options for name, fate in layer[-1].fates.items() if fate == "recompute"
     ]

@@ -99,17 +99,21 @@ def test_no_stage_holds_more_than_planners_count_and_the_fullest_hardly_less(
             assert share <= (1.11 if schedule == "gpipe" or stages == 1 else 1.16), (bounds, share)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["values", "whole layers"])
 @pytest.mark.parametrize("name", ["pre-norm", "threefry", "unet", "resnet", "linen"])
-def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
+def test_plans_with_fates_are_counted_as_closely(name: str, whole: bool) -> None:
     """GPipe's cotangents pile up on a slow stage: where little else is held, up to 7% more than is
     counted.
     """
     model, rng = traced(name), random.Random(0)
+    model = replace(model, graph=replace(model.graph, whole_layers=whole))
     layers = len(model.graph.layers)
     guessed = estimate(model, PRESETS["cpu"], optimizer(name), MICROBATCHES)
-    # buffer tables know nothing of what a program needs for itself, nor of what it computes again
+    # Buffer tables know nothing of what a program needs for itself, nor of what it computes again.
+    # But a forward that runs again has buffers.
     options = [
-        [replace(option, extra_bytes=0) for option in layer.options] for layer in guessed.layers
+        [option if whole else replace(option, extra_bytes=0) for option in layer.options]
+        for layer in guessed.layers
     ]
     works, signatures = [Work(1.0, 2.0)] * layers, [made.signature for made in programs(name)]
     found = costs_of(model.graph, signatures, works, options, optimizer(name), MICROBATCHES)
@@ -127,7 +131,8 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
         *devices, host = peaks(step, stages)
         by_stage, share = shares(problem, decision, devices)
         assert min(by_stage) >= (0.93 if schedule == "gpipe" else 0.98), (stages, by_stage)
-        assert share <= 1.16, (stages, schedule, share)
+        # Inputs that only a forward reads again count for layers that keep everything, too.
+        assert share <= (1.2 if whole else 1.16), (stages, schedule, share)
         assert host.bytes <= sum(
             stage.host_bytes for stage in evaluate_decision(problem, decision).stages
         )

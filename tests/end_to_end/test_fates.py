@@ -110,6 +110,25 @@ def test_any_mix_of_fates_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.usefixtures("copies_never_late")
+@pytest.mark.parametrize("name", ["three-readers", "resnet"])
+def test_whole_layers_have_one_pair_of_programs_whatever_their_fates(name: str) -> None:
+    m = CASES[name]()
+    params, losses, kept = trained(m, 1, "gpipe")
+    layers = len(kept.session.graph.layers)
+    of_layer = [programs.key for programs in kept.session.compiled.programs[0]]
+    for seed, (stages, schedule) in enumerate([(2, "gpipe"), (3, "1f1b"), (2, "zb-h1")]):
+        cuts = tuple(layers // stages + (s < layers % stages) for s in range(stages))
+        plan = drawn(kept.session.graph, cuts, seed)
+        ours = trained(m, plan, schedule, whole_layers=True)
+        compiled = ours[2].session.compiled
+        assert [programs.key for programs in compiled.programs[0]] == of_layer
+        assert "R" in {row.kind for row in compiled.lowered.rows}
+        assert ours[1] == losses
+        for a, b in zip(ours[0], params, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.usefixtures("copies_never_late")
 def test_checkpoint_modes_and_patterns_give_the_same_bits_and_less_memory() -> None:
     m = CASES["pre-norm"]()
     params, losses, never = trained(m, 2, "gpipe", checkpoint="never")
