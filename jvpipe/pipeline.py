@@ -41,9 +41,10 @@ class Pipeline(Trainer):
             `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With
             `has_state`, the function is `(params, model_state, batch, rng) -> (loss,
             new_model_state[, aux])`.
-        optimizer: an optax transformation whose jaxpr can be cut between layers.
-        stages: the number of stages, or a `Plan`; by default 2. With `replicas="auto"`, the
-            planner chooses the number by default.
+        optimizer: an optax transformation. Its update is cut into parts, which run on the
+            devices of their layers; an error names what cannot be cut.
+        stages: the number of stages, or a `Plan`. By default 2 or, with `replicas="auto"`,
+            a number that the planner chooses.
         microbatches: how many micro-batches a batch is split into, by default 4. The number
             must divide the leading axis of every batch leaf. A loss that couples examples,
             such as a contrastive loss, sees only the examples of one micro-batch; unless
@@ -127,11 +128,11 @@ class Pipeline(Trainer):
             results bitwise identical to those of separate layers. Groups take longer to
             compile, but need fewer dispatches, which are the bottleneck of small layers and
             fast devices. True compiles groups before the first step; False never groups
-            layers. By default, layers first run separately. On CPUs, another thread compiles
-            groups once the steps have taken as long as the compilation before them. A layer
-            that calls code on the host always runs as its own program. After a move, layers
-            run separately until their groups are compiled. Layers are never grouped if groups
-            would exceed the memory limit, or under `sharding`.
+            layers. By default, layers run separately. On CPUs, another thread compiles groups
+            once the steps have taken as long as compiling the layers took, and later steps
+            use them. A layer that calls code on the host always runs as its own program.
+            After a move, layers run separately until their groups are compiled. Layers are
+            never grouped if groups would exceed the memory limit, or under `sharding`.
         remeasure: measure layers again, although an earlier process has measured them.
             Measurements are stored beside JAX's compilation cache, if that is on disk
             (`jax_compilation_cache_dir`).
@@ -203,7 +204,9 @@ class Pipeline(Trainer):
 
     @property
     def plan(self) -> Plan:
-        """The plan in use: each stage's layers and devices, and the fates of its residuals."""
+        """The plan in use: each stage's layers and devices, and what happens to its values
+        between forward and backward.
+        """
         session = self.session
         outline = outline_of(session.graph, session.settings.microbatches)
         return replace(session.compiled.plan, outline=outline)
@@ -305,8 +308,8 @@ class Pipeline(Trainer):
 
         Args:
             loss_fn: the loss of the next model.
-            params: arrays or shapes.
-            model_state: arrays or shapes.
+            params: its parameters, as arrays or shapes.
+            model_state: its state, as arrays or shapes; by default that of the present model.
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         with beside_training():

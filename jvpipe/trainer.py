@@ -216,8 +216,8 @@ class Trainer:
     def optimizer_state(self, state: State) -> Tree:
         """Returns the optimizer's state in the tree of `optimizer.init(params)`, as numpy arrays.
 
-        Random keys stay keys. The state of stacked layers is stacked. A leaf that only the
-        gradient of a frozen parameter would fill is `optax.MaskedNode()`. Optimizer state
+        Random keys stay keys. The state of stacked layers is stacked. A leaf that depends only
+        on the gradient of a frozen parameter is `optax.MaskedNode()`. Optimizer state
         may hold averaged parameters, which `evaluate(state, batch, params=...)` takes.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
@@ -243,12 +243,12 @@ class Trainer:
     # Checkpoints
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, whose arrays are named by parameter path.
+        """Writes a checkpoint, in which arrays are named by their paths in the trees.
 
         If there are several processes, each writes a part. A state with no micro-batches in
-        flight can be restored under any cuts. A state in flight is saved with all its arrays,
-        and can be restored only under the same schedule, cuts and fates. Training then
-        continues with bitwise identical results.
+        flight can be restored under any cuts. A state in flight (see `run`) is saved with all
+        its arrays, and can be restored only under the same schedule, cuts, devices and fates.
+        Training then continues with bitwise identical results.
 
         Args:
             path: the folder of the checkpoint.
