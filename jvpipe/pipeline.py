@@ -224,8 +224,9 @@ class Pipeline(Trainer):
     def migrate(
         self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked"
     ) -> State:
-        """Moves layers to the devices of another plan during training, without changing values.
+        """Moves layers to the devices of another plan during training.
 
+        Under a schedule with a flush, results do not change, unless the number of replicas does.
         If there are several processes, all must make the same call.
 
         Args:

@@ -3,8 +3,11 @@
 A migration replaces the old plan by a new one. Each micro-batch runs entirely under one of them:
 its forwards, its backwards and, in a stream (training without a flush between steps), its updates.
 A residual is a value that a forward leaves for its backward. Both run under the same plan, so
-residuals never move. No value depends on the device that computes it, so a migration changes no
-result. In this picture, time runs to the right, and layer 3 moves from device 0 to device 1 at
+residuals never move. In a synchronous run, no value depends on the device that computes it, so a
+migration changes no result. In a stream, a layer that gets to another stage may read other versions
+of its weights from then on, because the schedule gives each stage its versions.
+
+In this picture, time runs to the right, and layer 3 moves from device 0 to device 1 at
 micro-batch 2. F1 and B1 are the layer's forward and backward of micro-batch 1:
 
     device 0   F0 F1 B0 B1                 micro-batches 0 and 1: the old plan
@@ -91,8 +94,8 @@ class Migration:
 
         If it was not, it is prepared again, by all processes together. So all must find the same
         answer. Each process begins at its own time to run groups of layers as one program, so the
-        answer does not depend on the groups of `current`. They make no difference to a migration,
-        in which layers move one by one.
+        answer must not depend on the groups of `current`. Groups make no difference to a migration,
+        because layers move one by one.
 
         Args:
             current: the compiled plan in use.
@@ -260,7 +263,7 @@ def _between(
         by_host: whether everything that moves goes to the host first.
 
     Returns:
-        All rows of the move; those that become `Migration.bound`; and `Migration.leaving`.
+        All rows of the move, the rows for `Migration.bound`, and those for `Migration.leaving`.
     """
     lowered = lower_move(
         new.traced.graph,
