@@ -5,7 +5,7 @@ is replaced as a whole (`generations.py`):
 
     meta.json             the step, the shapes of the model and other entries (`meta.py`)
     arrays.safetensors    the arrays, under names KIND/PATH such as `parameter/dense/kernel`
-    digests.json          the digest of each of these files, which reveals damage
+    digests.json          the digests of the two other files, which reveal damage
 
 If there are several processes, each writes a part in place of `arrays.safetensors`, and `meta.json`
 lists the arrays of each part (`process_parts.py`).
@@ -79,7 +79,8 @@ class Saved:
     def check(self, process: int = 0, count: int = 1) -> None:
         """Compares files of arrays with their digests.
 
-        Processes divide the files among themselves: this one checks every `count`-th file.
+        Processes divide the files among themselves: this one checks every `count`-th file, from
+        file number `process` on.
 
         Args:
             process: the number of this process.

@@ -177,7 +177,7 @@ _Holder = tuple[ValueKind, int, int, int]
 def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
     """Returns the positions of the newest versions of all values that outlive a step."""
     # Parameters and optimizer state are numbered by updates, model state by micro-batches. The
-    # number that a value lacks is below all others, so the larger one is its age.
+    # number that a value lacks is below all others, so the larger of the two counts.
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):

@@ -64,8 +64,8 @@ def _binding(where: str, data: Any) -> None:
 
 
 _FLIGHT = {
-    "steps": whole_in(1, 2**31 - 1),
-    "bound_to": _binding,
+    "steps": whole_in(1, 2**31 - 1),  # how many steps the stream has had
+    "bound_to": _binding,  # what must be the same when the state is restored
     "legs": [(_COUNT, _plan)],  # the plans of the stream, each with its first micro-batch
     # Older checkpoints have only the list of runs.
     "versions": either(lambda data: isinstance(data, list), _VERSIONS["runs"], _VERSIONS),

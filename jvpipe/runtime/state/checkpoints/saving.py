@@ -85,7 +85,7 @@ class Saving:
             stream_steps: how many steps the saved stream has had; 0 at rest.
         """
         # In flight, each buffer has an array of its own under the kind flight. At rest, an array
-        # that lies at several places is saved once.
+        # that lies at several places is saved once. Constants are not saved: the trace has them.
         devices = self.compiled.devices
         spots = names_of(self.compiled, stream_steps)
         here = [spot for spot in spots if is_own(devices[spot.place])]
