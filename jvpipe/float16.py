@@ -4,9 +4,9 @@ The scale is kept with the parameters, because the backward reads it and the upd
 
     forward    computes the loss without the scale
     backward   multiplies the loss's cotangent by the scale, and so all gradients
-    update     divides the gradients by the scale. If a gradient is not finite, no parameter changes
-               and a scale above 1 is halved. After `growth_updates` updates in a row with finite
-               gradients, the scale is doubled, as long as it stays finite
+    update     divides the gradients by the scale. If a gradient is not finite, parameters and
+               optimizer state do not change, and a scale above 1 is halved. After `growth_updates`
+               updates in a row with finite gradients, the scale is doubled if the result is finite
 
 A scale is a power of two. Multiplying and dividing by it changes only exponents, so results that
 neither underflow nor overflow are bitwise identical to those without a scale.

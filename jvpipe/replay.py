@@ -44,7 +44,7 @@ def replay(
         pipe: the pipeline, whose layers, optimizer and fates the replay uses.
         params: the parameters at the start of the run; the replay makes the optimizer's first
             state from them.
-        batches: all batches of the run; later ones are ignored.
+        batches: all batches of the run. If there are more, the others are ignored.
         rng: the key of the run.
         model_state: the model state at the start, if the loss has one (`has_state`).
 
@@ -84,7 +84,7 @@ def replay(
     count = session.settings.microbatches
     steps = -(-sum(1 for _ in versions.microbatches()) // count)
     for batch in _taken(batches, steps):
-        micro_batch_shapes(batch, count)  # refuses other trees by name
+        micro_batch_shapes(batch, count)  # raises ValueError for a batch that cannot be split
         losses += _losses(session, run, batch, words, islice(uses_of, count))
     return jax.tree.map(np.asarray, session.trees.join_params(run.parameters)), losses
 
@@ -120,11 +120,11 @@ def _taken(batches: Iterable[Tree], steps: int) -> list[Tree]:
     """Returns the batches of a run.
 
     Args:
-        batches: the batches as the user gave them; those after the run's last one are left.
-        steps: how many the run had.
+        batches: the batches as the user gave them. Batches after the run's last one are ignored.
+        steps: how many batches the run had.
 
     Raises:
-        ValueError: there are fewer batches than that.
+        ValueError: there are fewer batches than the run had.
     """
     if isinstance(batches, Mapping) or not is_stream(batches):
         raise ValueError(f"batches must be a list of all batches of the run, not {brief(batches)}")

@@ -11,8 +11,8 @@ are, in this order:
     from 4 D            networks of machines, two for each: out and in
 
 The next device of the last one is device 0, so the devices form a loop. A place is the number of a
-device. A "device" may also stand for a group of devices that run one stage together, as replicas.
-The devices of a machine share its network, which has two directions.
+device. A "device" may also stand for the group of devices at one place, which run the stages of the
+place together, as replicas. The devices of a machine share its network, which has two directions.
 """
 
 from collections.abc import Sequence
@@ -145,9 +145,9 @@ def resource_names(stages: int, devices: int, machines: int) -> tuple[str, ...]:
     numbers = range(devices)
     names = [f"{what} {d}" for d in numbers]
     names += [f"{what} {d} host" for d in numbers]
-    # Each device gets names for a link to the next device and for one to the previous device. Two
-    # devices have one link each, so each has a name too many. Names must differ, so that name has a
-    # device 2 or 3, which does not exist, and no task occupies the link.
+    # Each device gets names for a link to the next device and for one to the previous device. With
+    # two devices, each has only one neighbor, and no task occupies its other link. The name of the
+    # other link has a device 2 or 3, which does not exist, because all names must differ.
     loop = devices if devices > 2 else 4
     for step in (1, -1):
         for d in numbers:

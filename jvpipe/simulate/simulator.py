@@ -151,7 +151,8 @@ def _waits(
         needs = {writer[b] for b in touched if b in writer}
         for b in row.writes:
             needs.update(readers.pop(b, ()))
-        # A row waits for the last FREE on its device; a copy, also for that where it arrives.
+        # A row waits for the last FREE of its device. A copy also waits for that of the device
+        # where it arrives.
         arriving = [buffers[b].memory for b in row.writes]
         filled = {row.place, *arriving}
         needs.update(freed[d] for d in filled if d in freed)
