@@ -53,9 +53,9 @@ def scope(eqn: JaxprEqn) -> str:
 
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
-    """Returns the source of an equation that is taken out of a call, with the name scopes of both.
+    """Returns the source of an equation that is taken out of a call, with the call's name scope.
 
-    The source says where in the user's code an equation was traced, and its name scope. `outer` is
+    A source says where in the user's code an equation was traced, and its name scope. `outer` is
     the source of the call; if it is None, the result is the equation's own source.
     """
     source = eqn.source_info
@@ -127,12 +127,12 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
-    A value that one program keeps and another recomputes must be bitwise identical in both. So how
-    it is compiled must not depend on the rest of a program. On CPUs, the function is marked so that
-    the compiler does not inline it. Compilers for other devices inline it. They could then choose
-    memory layouts that suit the readers of its results, and kernels that suit these layouts. To
-    prevent this, the results get the row-major layout that arrays have between programs, unless the
-    program runs on several devices. The function has no derivative.
+    A value that one program keeps and another recomputes must be bitwise identical in both. So the
+    rest of a program must not affect how the function is compiled. On CPUs, the function is marked
+    so that the compiler does not inline it. Compilers for other devices inline it. They could then
+    choose memory layouts that suit the readers of its results, and kernels that suit these layouts.
+    To prevent this, the results get the row-major layout that arrays have between programs, unless
+    the program runs on several devices. The function has no derivative.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -276,7 +276,7 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that copies small arrays to a device.
 
-    Between CPUs, it copies an array that has been computed in the calling thread.
+    Between CPUs, an array whose computation has ended is copied by the calling thread itself.
 
     Args:
         source: the device that has the arrays.
