@@ -36,6 +36,10 @@ Tree = Any
 class Pipeline(Trainer):
     """A pipeline of devices that trains a plain JAX loss.
 
+    The loss is traced and cut into layers. A stage is consecutive layers on one device. A
+    batch is split into micro-batches, which pass the stages one after another. A fate says
+    what happens to a tensor between forward and backward.
+
     Args:
         loss_fn: a function `(params, batch, rng) -> loss`, whose result is a scalar or a
             `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With
@@ -63,8 +67,8 @@ class Pipeline(Trainer):
             reports any.
         host_memory_limit: the limit of the host memory for all devices together, which
             holds swapped values and arrays that `update_model` parks there.
-        fates: what happens to tensors between forward and backward: "keep", "swap" or
-            "recompute", by patterns of tensor names, as in `{"*/attention/*": "swap"}`.
+        fates: the fates of tensors: "keep", "swap" (to host memory) or "recompute", by
+            patterns of tensor names, as in `{"*/attention/*": "swap"}`.
         checkpoint: for which micro-batches a stage recomputes everything from its input:
             "always", "except_last" or "never", as in torchgpipe.
         devices: one per stage, by default the first ones of `jax.devices()`. Stages share a
@@ -77,8 +81,8 @@ class Pipeline(Trainer):
             that results do not depend on how many devices a machine has. With "auto", the
             planner chooses the replicas and the number of stages for all devices; it
             chooses one device per stage if the schedule or the loss does not allow more.
-            Stages take `devices` in order: the first stage takes its count, then the
-            second, and so on. The devices of a stage share the examples of each
+            Stages take `devices` in order: first stage 0 takes as many as it has, then
+            stage 1, and so on. The devices of a stage share the examples of each
             micro-batch. A loss that is a mean or a `jvpipe.Weighted` keeps its value, and
             dropout keeps its masks. But each replica's batch norms normalize by the
             statistics of its own examples, and the means of these statistics are kept.
@@ -120,9 +124,9 @@ class Pipeline(Trainer):
             By default, floating-point scalars are averaged over micro-batches, and other
             leaves are stacked.
         model_state_reduce: how leaves of the model state, by path, are reduced over
-            replicas if the trace of the loss does not show how: "mean" over examples, "sum"
-            of the changes of each replica, or "same" if all replicas have equal values. If
-            several patterns match, the last one counts.
+            replicas if the trace of the loss does not show how: "mean" over examples;
+            "sum", which adds up the changes of all replicas; or "same", if all replicas
+            have equal values. If several patterns match, the last one counts.
         grad_norm: also report the global norm of the gradient.
         group: run consecutive layers of a stage as one program in each direction, with
             results bitwise identical to those of separate layers. Groups take longer to
