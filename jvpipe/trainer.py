@@ -1,6 +1,7 @@
 """The class `Trainer`, the part of a pipeline that makes, trains, reads and saves states.
 
-Pytrees are flattened here: the modules that this file calls use only flat lists of arrays.
+The pytrees that users give and get are flattened and rebuilt here and in the session. What runs
+below the session uses only flat lists of arrays.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +54,7 @@ class Trainer:
     """The part of a pipeline that makes states, trains them, reads them and saves them.
 
     Attributes:
-        session: runs the steps; its methods take and return flat lists of arrays.
+        session: has the compiled plans, and runs the steps.
     """
 
     session: Session
@@ -131,7 +132,7 @@ class Trainer:
         Args:
             state: the state to begin with, which is consumed.
             batches: an iterable of batches.
-            num_steps: how many steps to run; by default one per batch.
+            num_steps: how many steps to run at most; by default one per batch.
             on_step: a function that is called with the state and the metrics of each step as
                 soon as the step is dispatched; reading a metric there waits for the step.
         """
