@@ -14,15 +14,15 @@ micro-batch 2. F1 and B1 are the layer's forward and backward of micro-batch 1:
     link          WEIGHTS  SUM             weights and optimizer state; summed gradients
     device 1               F2  B2 ...      from micro-batch 2 on: the new plan
 
-When the memory at the old place is freed, and what an error leaves, depends on the moment:
+A buffer at an old place is freed only once its copy has arrived. The rest depends on the moment:
 
-    between two steps          Memory is freed once all copies have arrived. Until then, the old
-                               state is whole. Later, some values may exist only on the host or at
-                               the new place. `state_after_failed_move` brings them back.
-    inside a synchronous step  Memory is freed after the last backward. Only the update is left,
+    between two steps          Buffers are freed after all copies have begun. If an error comes
+                               later, some values may exist only on the host or at the new place.
+                               `state_after_failed_move` brings them back.
+    inside a synchronous step  Buffers are freed after the last backward. Only the update is left,
                                which overwrites the old state in any step.
-    in a stream                Each buffer is freed once its copy has arrived. As in any step of a
-                               stream, updates overwrite the old state.
+    in a stream                Buffers are freed one by one. As in any step of a stream, updates
+                               overwrite the old state.
 
 After an error in the last two cases, a run goes on from a checkpoint, as after any failed step. If
 there are several processes, a move between two steps frees nothing before every process has all
