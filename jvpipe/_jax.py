@@ -48,14 +48,15 @@ def is_dropped(var: Atom) -> bool:
 
 
 def scope(eqn: JaxprEqn) -> str:
-    """Returns the name scope of an equation, which is the module's path in a Linen model."""
+    """Returns the name scope of an equation; in a Linen model, this is the path of the module."""
     return "/".join(filter(None, str(eqn.source_info.name_stack).split("/")))
 
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
-    """Returns the source of the call around an equation, with the name scopes of both.
+    """Returns the source of an equation that is taken out of a call, with the call's name scope.
 
-    If `outer`, the source of the call, is None, returns the source of the equation.
+    A source says where in the user's code an equation was traced, and its name scope. `outer` is
+    the source of the call; if it is None, the result is the equation's own source.
     """
     source = eqn.source_info
     if outer is None:
@@ -126,11 +127,12 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Calls a jaxpr as a function that is compiled in the same way in all programs.
 
-    The function has no derivative. On CPUs, it is marked so that the compiler does not inline it.
-    Compilers for other devices inline it. They could then choose memory layouts that suit the
-    readers of its results, and kernels that suit these layouts. To prevent this, the results get
-    the row-major layout that arrays have between programs, unless the program runs on several
-    devices.
+    A value that one program keeps and another recomputes must be bitwise identical in both. So the
+    rest of a program must not affect how the function is compiled. On CPUs, the function is marked
+    so that the compiler does not inline it. Compilers for other devices inline it. They could then
+    choose memory layouts that suit the readers of its results, and kernels that suit these layouts.
+    To prevent this, the results get the row-major layout that arrays have between programs, unless
+    the program runs on several devices. The function has no derivative.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -207,8 +209,8 @@ def _row_major(x: Any) -> Any:
 # `jax.device_put` adds 17 microseconds of Python to a copy that takes 3 microseconds. A pipeline
 # copies twice for each stage and micro-batch, so the copiers below call these functions of jaxlib
 # directly, or `device_put` if jaxlib lacks them. Between CPU devices, `_copy_array` also wakes a
-# thread for each copy (36 microseconds). So `prompt_copier` copies a few bytes with `_put_host`,
-# in the calling thread.
+# thread for each copy, which takes 36 microseconds. So `prompt_copier` copies small arrays with
+# `_put_host`, in the calling thread.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
@@ -221,10 +223,11 @@ def is_ready(array: jax.Array) -> bool:
 
 
 _EXACT: Mapping[str, dict[str, str | bool]] = {
-    # XLA passes each product to a library alone, and not fused with the operations before it.
+    # With this option, XLA passes each product to a library alone. Without it, a product may be
+    # fused with the operations before it, and another program may lack these.
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
-    # XLA does not merge products that read the same array, because another program may have only
-    # one of these products.
+    # With this option, XLA does not merge products that read the same array. Another program may
+    # have only one of these products.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 
@@ -271,7 +274,9 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that copies small arrays to a device; on CPUs, in the calling thread.
+    """Returns a function that copies small arrays to a device.
+
+    Between CPUs, an array whose computation has ended is copied by the calling thread itself.
 
     Args:
         source: the device that has the arrays.
@@ -389,11 +394,11 @@ GPU is absent, it tries one tiling.
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
-    """Compiles a program; returns the first line of the result, and the bytes that it needs.
+    """Compiles a program; returns the first line of the compiled HLO, and the bytes that it needs.
 
     The bytes are those of arguments, results, results that share memory with arguments,
-    temporaries and code. If a tiling fails (`_NO_TILES`), the program is compiled again so that a
-    library computes its products.
+    temporaries and code. If the compiler finds no tiling of a product (`_NO_TILES`), the program is
+    compiled again so that a library computes its products.
 
     Args:
         text: the program in StableHLO.

@@ -5,7 +5,10 @@ from importlib.metadata import version
 
 
 def main() -> int:
-    """Runs the command; `--version` works without optional packages."""
+    """Runs the command and returns its exit status.
+
+    `--version` comes first, so that it works although optional packages are missing.
+    """
     if sys.argv[1:] == ["--version"]:
         print(f"jvpipe {version('jvpipe')}")
         return 0

@@ -3,10 +3,10 @@
 The scale is kept with the parameters, because the backward reads it and the update writes it:
 
     forward    computes the loss without the scale
-    backward   begins with the scale as the loss's cotangent, in place of 1
-    update     divides the gradients by the scale; if a gradient is not finite, no parameter changes
-               and the scale is halved, but not below 1; after `growth_updates` updates in a row
-               with finite gradients the scale is doubled, as long as it stays finite
+    backward   multiplies the loss's cotangent by the scale, and so all gradients
+    update     divides the gradients by the scale. If a gradient is not finite, parameters and
+               optimizer state do not change, and a scale above 1 is halved. After `growth_updates`
+               updates in a row with finite gradients, the scale is doubled if the result is finite
 
 A scale is a power of two. Multiplying and dividing by it changes only exponents, so results that
 neither underflow nor overflow are bitwise identical to those without a scale.
@@ -159,7 +159,7 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         count = if_finite(state.updates + 1, 0)
         grows = count >= growth_updates
         grown = jnp.where(grows & jnp.isfinite(scale * 2), scale * 2, scale)
-        # A scale below 1 is not halved.
+        # A scale of at most 1 stays.
         halved = jnp.maximum(scale / 2, jnp.minimum(scale, 1.0))
         change = if_finite(grown, halved) - scale
         # The pipeline adds updates to parameters, so the scale's entry must be a change, too.

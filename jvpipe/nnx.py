@@ -8,8 +8,9 @@ the three parts separately:
     model state    statistics of batch norm    `NnxLoss.model_state`, then the previous micro-batch
     streams        keys of dropout             the key of the micro-batch
 
-Because streams are derived from the key of the micro-batch, each micro-batch has its own dropout
-masks, and a resumed run draws the same masks.
+A stream is a key and a count of the numbers drawn from it. Streams are made again from the key of
+each micro-batch. So each micro-batch has its own dropout masks, and a resumed run draws the same
+masks.
 """
 
 from collections.abc import Callable
@@ -102,6 +103,8 @@ class NnxLoss:
             rng: the key from which the random streams are derived.
         """
         graph, _, streams, _ = self._structure
+        # With `copy`, the module has variables of its own. So batch norm and dropout, which change
+        # variables, leave the arguments as they are.
         module = nnx.merge(
             graph,
             params,
@@ -137,7 +140,7 @@ class NnxLoss:
 def _streams(shapes: Any, rng: jax.Array | None) -> Any:
     """Returns the random streams in their initial state, with keys derived from `rng`.
 
-    Without `rng`, the keys are derived from a fixed key.
+    Without `rng`, the module is in evaluation mode. The keys are then derived from a fixed key.
     """
     leaves, tree = jax.tree.flatten(shapes)
     key = jax.random.key(0) if rng is None else rng

@@ -36,14 +36,19 @@ Tree = Any
 class Pipeline(Trainer):
     """A pipeline of devices that trains a plain JAX loss.
 
+    The loss is traced and cut into layers. A stage is consecutive layers on one device. A
+    batch is split into micro-batches, which pass the stages one after another. A fate says
+    what happens to a tensor between forward and backward.
+
     Args:
         loss_fn: a function `(params, batch, rng) -> loss`, whose result is a scalar or a
             `jvpipe.Weighted`. With `has_aux`, the result is `(loss, aux)`. With
             `has_state`, the function is `(params, model_state, batch, rng) -> (loss,
             new_model_state[, aux])`.
-        optimizer: an optax transformation whose jaxpr can be cut between layers.
-        stages: the number of stages, or a `Plan`; by default 2. With `replicas="auto"`, the
-            planner chooses the number by default.
+        optimizer: an optax transformation. Its update is cut into parts, which run on the
+            devices of their layers; an error names what cannot be cut.
+        stages: the number of stages, or a `Plan`. By default 2 or, with `replicas="auto"`,
+            a number that the planner chooses.
         microbatches: how many micro-batches a batch is split into, by default 4. The number
             must divide the leading axis of every batch leaf. A loss that couples examples,
             such as a contrastive loss, sees only the examples of one micro-batch; unless
@@ -62,8 +67,8 @@ class Pipeline(Trainer):
             reports any.
         host_memory_limit: the limit of the host memory for all devices together, which
             holds swapped values and arrays that `update_model` parks there.
-        fates: what happens to tensors between forward and backward: "keep", "swap" or
-            "recompute", by patterns of tensor names, as in `{"*/attention/*": "swap"}`.
+        fates: the fates of tensors: "keep", "swap" (to host memory) or "recompute", by
+            patterns of tensor names, as in `{"*/attention/*": "swap"}`.
         checkpoint: for which micro-batches a stage recomputes everything from its input:
             "always", "except_last" or "never", as in torchgpipe.
         devices: one per stage, by default the first ones of `jax.devices()`. Stages share a
@@ -76,8 +81,8 @@ class Pipeline(Trainer):
             that results do not depend on how many devices a machine has. With "auto", the
             planner chooses the replicas and the number of stages for all devices; it
             chooses one device per stage if the schedule or the loss does not allow more.
-            Stages take `devices` in order: the first stage takes its count, then the
-            second, and so on. The devices of a stage share the examples of each
+            Stages take `devices` in order: first stage 0 takes as many as it has, then
+            stage 1, and so on. The devices of a stage share the examples of each
             micro-batch. A loss that is a mean or a `jvpipe.Weighted` keeps its value, and
             dropout keeps its masks. But each replica's batch norms normalize by the
             statistics of its own examples, and the means of these statistics are kept.
@@ -123,19 +128,19 @@ class Pipeline(Trainer):
             By default, floating-point scalars are averaged over micro-batches, and other
             leaves are stacked.
         model_state_reduce: how leaves of the model state, by path, are reduced over
-            replicas if the trace of the loss does not show how: "mean" over examples, "sum"
-            of the changes of each replica, or "same" if all replicas have equal values. If
-            several patterns match, the last one counts.
+            replicas if the trace of the loss does not show how: "mean" over examples;
+            "sum", which adds up the changes of all replicas; or "same", if all replicas
+            have equal values. If several patterns match, the last one counts.
         grad_norm: also report the global norm of the gradient.
         group: run consecutive layers of a stage as one program in each direction, with
             results bitwise identical to those of separate layers. Groups take longer to
             compile, but need fewer dispatches, which are the bottleneck of small layers and
             fast devices. True compiles groups before the first step; False never groups
-            layers. By default, layers first run separately. On CPUs, another thread compiles
-            groups once the steps have taken as long as the compilation before them. A layer
-            that calls code on the host always runs as its own program. After a move, layers
-            run separately until their groups are compiled. Layers are never grouped if groups
-            would exceed the memory limit, or under `sharding`.
+            layers. By default, layers run separately. On CPUs, another thread compiles groups
+            once the steps have taken as long as compiling the layers took, and later steps
+            use them. A layer that calls code on the host always runs as its own program.
+            After a move, layers run separately until their groups are compiled. Layers are
+            never grouped if groups would exceed the memory limit, or under `sharding`.
         remeasure: measure layers again, although an earlier process has measured them.
             Measurements are stored beside JAX's compilation cache, if that is on disk
             (`jax_compilation_cache_dir`).
@@ -208,7 +213,9 @@ class Pipeline(Trainer):
 
     @property
     def plan(self) -> Plan:
-        """The plan in use: each stage's layers and devices, and the fates of its residuals."""
+        """The plan in use: each stage's layers and devices, and what happens to its values
+        between forward and backward.
+        """
         session = self.session
         outline = outline_of(session.graph, session.settings.microbatches)
         return replace(session.compiled.plan, outline=outline)
@@ -226,8 +233,9 @@ class Pipeline(Trainer):
     def migrate(
         self, state: State, plan: Plan, at: tuple[int, int] | None = None, why: str = "as asked"
     ) -> State:
-        """Moves layers to the devices of another plan during training, without changing values.
+        """Moves layers to the devices of another plan during training.
 
+        Under a schedule with a flush, results do not change, unless the number of replicas does.
         If there are several processes, all must make the same call.
 
         Args:
@@ -310,8 +318,8 @@ class Pipeline(Trainer):
 
         Args:
             loss_fn: the loss of the next model.
-            params: arrays or shapes.
-            model_state: arrays or shapes.
+            params: its parameters, as arrays or shapes.
+            model_state: its state, as arrays or shapes; by default that of the present model.
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         with beside_training():

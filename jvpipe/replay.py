@@ -1,7 +1,10 @@
 """Replays a pipeline's run on one device, from the run's ledger of versions.
 
-The ledger says which version of the weights each forward and backward read. So one device can run
-the same tasks one after another, with bitwise identical results.
+The version of a layer's weights is the number of updates that they have had. In an asynchronous
+run, a forward and its backward may read different versions. The ledger says which version each of
+them read. So one device can run the same tasks one after another, with bitwise identical results.
+This shows that a pipeline has computed what its schedule says. The tasks themselves are run in
+`runtime/state/one_device.py`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,14 +44,14 @@ def replay(
         pipe: the pipeline, whose layers, optimizer and fates the replay uses.
         params: the parameters at the start of the run; the replay makes the optimizer's first
             state from them.
-        batches: all batches of the run; later ones are ignored.
+        batches: all batches of the run. If there are more, the others are ignored.
         rng: the key of the run.
         model_state: the model state at the start, if the loss has one (`has_state`).
 
     Raises:
         ValueError: the run was resumed from a checkpoint, or its model was changed. Its ledger then
-            begins with a later optimizer state, but a replay begins with a fresh one. Or an
-            argument is not what the run had, such as fewer batches.
+            begins with a later optimizer state, but a replay begins with a fresh one. Another cause
+            is an argument that differs from what the run had, such as too few batches.
 
     Returns:
         The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.
@@ -81,7 +84,7 @@ def replay(
     count = session.settings.microbatches
     steps = -(-sum(1 for _ in versions.microbatches()) // count)
     for batch in _taken(batches, steps):
-        micro_batch_shapes(batch, count)  # refuses other trees by name
+        micro_batch_shapes(batch, count)  # raises ValueError for a batch that cannot be split
         losses += _losses(session, run, batch, words, islice(uses_of, count))
     return jax.tree.map(np.asarray, session.trees.join_params(run.parameters)), losses
 
@@ -117,11 +120,11 @@ def _taken(batches: Iterable[Tree], steps: int) -> list[Tree]:
     """Returns the batches of a run.
 
     Args:
-        batches: the batches as the user gave them; those after the run's last one are left.
-        steps: how many the run had.
+        batches: the batches as the user gave them. Batches after the run's last one are ignored.
+        steps: how many batches the run had.
 
     Raises:
-        ValueError: there are fewer batches than that.
+        ValueError: there are fewer batches than the run had.
     """
     if isinstance(batches, Mapping) or not is_stream(batches):
         raise ValueError(f"batches must be a list of all batches of the run, not {brief(batches)}")
@@ -146,9 +149,9 @@ def _losses(
         session: the session of the run.
         run: the replay, which has computed all earlier micro-batches.
         batch: the batch.
-        words: the words of the run's key, or None.
+        words: the integers of the run's random key, or None.
         uses_of_step: for each micro-batch, the versions that its tasks read, and whether the
-            pipeline was drained after it.
+            pipeline was drained (had its micro-batches in flight finished) after it.
     """
     count = len(jax.tree.leaves(batch))
     feeds: Any = None
@@ -173,6 +176,11 @@ def _begun(
 ) -> Replay:
     """Returns a replay at the start of a run, with a fresh optimizer state.
 
+    A stack is a parameter with one slice per layer, over which the loss scans. A replay has each
+    slice as a parameter of its own. The optimizer's `init` must see what it saw in the run: with
+    the option `stacked` the slices, and otherwise the stacks. In the second case, its state is
+    split afterwards.
+
     Args:
         session: the session of the run.
         versions: the ledger of the run.
@@ -193,7 +201,7 @@ def _begun(
         joined = stacks.join(shapes, lambda *slices: slices[0])
         first = stacks.split_like(shapes, _kept(joined, init(_seen(params, frozen))))
     both = zip(jax.tree.leaves(first), cut.state, strict=True)
-    # The run, too, began with leaves of these types, which updates do not change.
+    # Updates do not change the types of the state, and the run began with these types, too.
     leaves = [x if x.dtype == s.array.dtype else x.astype(s.array.dtype) for x, s in both]
     of_layers = {(j, layer): leaves[j] for j, layer in cut.holders if layer is not None}
     first_version = min((use.version for use in versions.uses()), default=0)
@@ -208,7 +216,7 @@ def _begun(
 
 def _seen(params: Tree, frozen: Collection[int]) -> Tree:
     """Returns the parameters that the optimizer sees: frozen ones become `optax.MaskedNode()`."""
-    import optax  # imported when needed, as in jvpipe/ir/optimizer.py
+    import optax  # not at the top of the file, because importing optax takes long
 
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten(
@@ -222,7 +230,7 @@ def _kept(shapes: Tree, state: Tree) -> Tree:
     If `shapes` has `optax.MaskedNode()` in place of a leaf, nothing reads the leaf, and the result
     has `optax.MaskedNode()` there, too.
     """
-    import optax
+    import optax  # as above
 
     def is_nothing(leaf: Any) -> bool:
         return isinstance(leaf, optax.MaskedNode)

@@ -1,6 +1,7 @@
 """The class `Trainer`, the part of a pipeline that makes, trains, reads and saves states.
 
-Pytrees are flattened here: the modules that this file calls use only flat lists of arrays.
+The pytrees that users give and get are flattened and rebuilt here and in the session. What runs
+below the session uses only flat lists of arrays.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +54,7 @@ class Trainer:
     """The part of a pipeline that makes states, trains them, reads them and saves them.
 
     Attributes:
-        session: runs the steps; its methods take and return flat lists of arrays.
+        session: has the compiled plans, and runs the steps.
     """
 
     session: Session
@@ -131,7 +132,7 @@ class Trainer:
         Args:
             state: the state to begin with, which is consumed.
             batches: an iterable of batches.
-            num_steps: how many steps to run; by default one per batch.
+            num_steps: how many steps to run at most; by default one per batch.
             on_step: a function that is called with the state and the metrics of each step as
                 soon as the step is dispatched; reading a metric there waits for the step.
         """
@@ -216,8 +217,8 @@ class Trainer:
     def optimizer_state(self, state: State) -> Tree:
         """Returns the optimizer's state in the tree of `optimizer.init(params)`, as numpy arrays.
 
-        Random keys stay keys. The state of stacked layers is stacked. A leaf that only the
-        gradient of a frozen parameter would fill is `optax.MaskedNode()`. Optimizer state
+        Random keys stay keys. The state of stacked layers is stacked. A leaf that depends only
+        on the gradient of a frozen parameter is `optax.MaskedNode()`. Optimizer state
         may hold averaged parameters, which `evaluate(state, batch, params=...)` takes.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
@@ -243,12 +244,12 @@ class Trainer:
     # Checkpoints
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
-        """Writes a checkpoint, whose arrays are named by parameter path.
+        """Writes a checkpoint, in which arrays are named by their paths in the trees.
 
         If there are several processes, each writes a part. A state with no micro-batches in
-        flight can be restored under any cuts. A state in flight is saved with all its arrays,
-        and can be restored only under the same schedule, cuts and fates. Training then
-        continues with bitwise identical results.
+        flight can be restored under any cuts. A state in flight (see `run`) is saved with all
+        its arrays, and can be restored only under the same schedule, cuts, devices and fates.
+        Training then continues with bitwise identical results.
 
         Args:
             path: the folder of the checkpoint.

@@ -1,6 +1,7 @@
 """The devices, links and networks that the tasks of stages occupy, with their numbers and names.
 
-The simulator knows resources by number. With D devices they are, in this order:
+A resource does one thing at a time. The simulator knows resources by number. With D devices they
+are, in this order:
 
     numbers             resources
     0 to D - 1          devices
@@ -9,7 +10,9 @@ The simulator knows resources by number. With D devices they are, in this order:
     3 D to 4 D - 1      links to the previous device
     from 4 D            networks of machines, two for each: out and in
 
-A "device" may stand for a group of devices at one place.
+The next device of the last one is device 0, so the devices form a loop. A place is the number of a
+device. A "device" may also stand for the group of devices at one place, which run the stages of the
+place together, as replicas. The devices of a machine share its network, which has two directions.
 """
 
 from collections.abc import Sequence
@@ -29,7 +32,7 @@ class Resources:
         places: the device of each stage.
         devices: the number of devices.
         shared: whether sends between devices take the links to the host.
-        machines: the machines of the devices at each place; empty if no networks are shared.
+        machines: for each place, the machine of each device there; empty if no networks are shared.
 
     >>> resources = Resources((0, 1), 2)
     >>> resources.occupied(0, Kind.F), resources.occupied(0, Kind.OUT), resources.occupied(0, Kind.SEND)
@@ -46,7 +49,7 @@ class Resources:
         """The resources that serve tasks in the order of the lists: devices, and links between
         them.
 
-        Links to the host and networks serve whatever is ready first.
+        Links to the host and networks serve the task that was ready first.
         """
         D = self.devices
         return [*range(D), *range(2 * D, 4 * D)]
@@ -81,10 +84,13 @@ class Resources:
     def _between(self, d: int, to: int) -> tuple[int, ...]:
         """Returns the resources that a transfer from one place to a neighboring one occupies.
 
-        Between different machines, a transfer occupies the networks of both. Otherwise, if sends
-        pass through the host, it occupies the links of both places to their host. Otherwise it
-        occupies the link between the places. In a loop of three or more places, the first and the
-        last are next to each other.
+        The first case that applies decides:
+
+            the places are on different machines    the networks of both machines
+            sends pass through the host             the links of both places to their host
+            otherwise                               the link between the places
+
+        In a loop of three or more places, the first and the last are next to each other.
 
         Args:
             d: the place that sends.
@@ -139,9 +145,9 @@ def resource_names(stages: int, devices: int, machines: int) -> tuple[str, ...]:
     numbers = range(devices)
     names = [f"{what} {d}" for d in numbers]
     names += [f"{what} {d} host" for d in numbers]
-    # Each device gets names for a link to the next device and for one to the previous
-    # device. If there are two devices, each has only one link. The other name is not
-    # used: it names a device 2 or 3, which does not exist.
+    # Each device gets names for a link to the next device and for one to the previous device. With
+    # two devices, each has only one neighbor, and no task occupies its other link. The name of the
+    # other link has a device 2 or 3, which does not exist, because all names must differ.
     loop = devices if devices > 2 else 4
     for step in (1, -1):
         for d in numbers:

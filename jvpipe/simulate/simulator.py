@@ -1,15 +1,24 @@
 """The simulator: predicts when rows of a step or tasks of a schedule run, and the bytes over time.
 
+There are two levels. `simulate` takes the rows that the controller of a run dispatches, and
+`simulate_lists` takes the task lists of whole stages, as planners do (`stages.py`).
+
 A row is one program or one copy. Programs run on their device in the order of their dispatch, and
 copies run on links as soon as they can. A row waits for the last writer of each buffer that it
-reads or writes, and for all readers of a buffer that it overwrites. Three more rules are needed for
-memory. The ledger of a run counts bytes in the order of dispatch, and the rules keep a device from
-ever holding more than the ledger counts:
+reads or writes, and for all readers of a buffer that it overwrites. Three kinds of rows also wait
+for memory:
 
-    FREE    holds back all later rows of its device, and all later copies to its device
-    IN      waits for the last program that was dispatched to its device before the IN
+    FREE    waits until a copy has arrived, then frees the original. It holds back all later rows of
+            its device, and all later copies to its device
+    IN      brings a value back from the host. It waits for the last program that was dispatched to
+            its device before the IN
     FEED    brings a leaf of the batch. If it takes no time, it waits as IN does. Otherwise
             it waits only for the second-to-last program, and can run beside the last one
+
+The ledger of a run counts bytes in the order of dispatch: it counts what a program frees as gone
+when the next row is dispatched. With these waits, swaps take no more bytes in simulated time than
+the ledger counts. Other copies can take more for a while. A FEED that takes time, or a copy from
+another device, may arrive while the last program still holds bytes that it will free.
 
 On some devices (CUDA) a new buffer can be used only when the work that the device already
 has in its queue is done (`buffers_wait`). On such devices, a copy from another device also
@@ -142,7 +151,8 @@ def _waits(
         needs = {writer[b] for b in touched if b in writer}
         for b in row.writes:
             needs.update(readers.pop(b, ()))
-        # A row waits for room on its device; a copy also on the device where it arrives.
+        # A row waits for the last FREE of its device. A copy also waits for that of the device
+        # where it arrives.
         arriving = [buffers[b].memory for b in row.writes]
         filled = {row.place, *arriving}
         needs.update(freed[d] for d in filled if d in freed)
@@ -155,7 +165,7 @@ def _waits(
         match info.runs:
             case Runs.LAYER | Runs.PROGRAM:
                 before.append(i)
-            case Runs.WAIT:  # a FREE
+            case Runs.WAIT:  # FREE, or RECEIPT, which waits for a copy to another process
                 freed[row.place] = i
             case Runs.COPY | Runs.NOTHING:
                 pass
@@ -247,14 +257,14 @@ def simulate_lists(
 ) -> Timeline:
     """Simulates task lists at the level of whole stages, as planners do.
 
-    The lists have tasks of the kinds F, B, I, W and U. The docstring of `jvpipe.simulate.stages`
-    says which other tasks, such as copies, are simulated with them.
+    The lists have forwards (F), backwards (B), halves of backwards (I, W) and updates (U). Copies
+    and other tasks that follow from these are added (see `jvpipe.simulate.stages`).
 
     Args:
         lists: for each device, its tasks in order.
         stages: the seconds and bytes of each stage.
         shared_link: whether sends between devices take the links to the host, as swaps do.
-        machines: the machines of the devices at each place; empty if no networks are shared.
+        machines: for each place, the machine of each device there; empty if no networks are shared.
 
     Raises:
         ValueError: the lists cannot progress; the message says which task waits for which others.
@@ -301,9 +311,12 @@ def _stage_curves(
     """Makes the curves of bytes over time, one for each device and a last one for the host.
 
         bytes       when they are on the device
+        static      always
         kept        from the start of F to the end of B, or of I if B is split
         swapped     as kept, except from the end of OUT to the start of IN
         handed      from the end of I to the end of W
+
+    On the host, swapped bytes count from the start of OUT to the end of IN.
 
     Args:
         work: the tasks that have run.

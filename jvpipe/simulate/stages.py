@@ -1,38 +1,38 @@
 """Task lists of stages, as a graph for the simulator, with which planners predict seconds.
 
-A device has a list of tasks in the order in which it runs them, and each task names its stage. From
-the lists this module makes these tasks, for each stage and micro-batch:
+A device has a list of tasks in the order in which it runs them. Each task of a list is an F, B, I,
+W or U of one of the device's stages. This module adds the others, for each stage and micro-batch:
 
     F, B            the forward and the backward
-    R               forwards that are recomputed while the cotangents for B are on their way
     I, W            the two halves of a split backward; what is true of B is true of I, too
+    U               the update of a stage
+    R               forwards that are recomputed while the cotangents for B are on their way
     SEND, RETURN    copies of activations to the next stage, and of cotangents to the previous one;
                     none between stages of one device
     OUT, IN         copies of swapped values to the host after F, and back before B
     REDUCE          sums of gradients among the replicas of a stage, once, after its last backward
-    U               the update of a stage, if its list has one
 
-The replicas of a stage run in step, so a "device" here may be a group of devices at one place. If
-the machines of the devices are given, transfers between places and REDUCE occupy the networks of
-these machines, outgoing and incoming. Then transfers of different stages may wait for each other.
+The replicas of a stage do the same work at the same time, so a "device" here may be a group of
+devices. If the machines of the devices are given, transfers between machines occupy their networks,
+outgoing and incoming. Then transfers of different stages may wait for each other.
 
 The link between a device and its host carries OUT and IN, one at a time. If sends between devices
 pass through the host, this link carries them, too. Otherwise devices of neighboring stages have a
-link in each direction. R waits for its turn on the device and for swapped values. If the
-program of a backward recomputes values itself, the seconds of B include that.
+link in each direction. R waits for its turn on the device and for swapped values, but not for the
+cotangents. If the program of a backward recomputes values itself, the seconds of B include that.
 
-`jvpipe.simulate.simulator` simulates the rows that the controller dispatches, layer by layer.
-tests/simulate/test_two_levels.py compares the two. Bytes are the same. Without swaps, seconds
-are the same. With swaps, the first of these waits differs under GPipe, the second under 1F1B
-(jvpipe/simulate/waits.py has the rules and their reasons):
+`simulate` (in simulator.py) simulates the rows that the controller dispatches, layer by layer.
+tests/simulate/test_two_levels.py compares the two. The bytes of devices are the same. Without
+swaps, seconds are the same, too. With swaps, the first of these waits differs under GPipe, the
+second under 1F1B (waits.py has the rules and their reasons):
 
-    task                    waits in rows for              waits here for
-    F before the first B    all OUTs that are not done     all OUTs but the last one
-    IN                      the end of the task before     the start of the B before its own
+    task                         waits in rows for             waits here for
+    last F before the first B    all OUTs                      all OUTs but the last one
+    IN                           the end of the task before    the start of the B before its own
 
 For random loads with swaps, the seconds of rows were 0.8 to 1.25 times the seconds found
-here. Both are at least the seconds of a step whose copies take no time, and exceed those by
-at most the seconds of all copies.
+here. Both are at least the seconds of a step whose swaps take no time, and exceed those by
+at most the seconds of all swaps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,10 +91,10 @@ class StageWork:
     """Task lists as a `TaskGraph`.
 
     Planners make and compare millions of tasks, so a task is coded as one integer. M is
-    `microbatches`, and `part` is a position in `PARTS`, which has 11 entries:
+    `microbatches`, and `part` is the position of the task's kind in `PARTS`, which has 11 entries:
 
-        slot = 11 stage + part
-        code = slot M + micro-batch
+        slot = 11 * stage + part
+        code = M * slot + micro-batch
 
     Task i of `work` has the code `codes[i]` and the slot `slots[i]`. The seconds of all stages form
     one list: first stage 0, in the order of `PARTS`, then stage 1, and so on. A task takes the
@@ -146,7 +146,7 @@ class StageWork:
 
 
 def stage_work(lists: TaskLists, features: Features) -> StageWork:
-    """Makes the graph of task lists, with the tasks that follow from them.
+    """Makes the graph of task lists, with the tasks that are added to them.
 
     Args:
         lists: the tasks of each device.
@@ -174,7 +174,7 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
             if code in waits:
                 raise ValueError(f"task {_task(code, M)} is twice in its list")
             waits[code] = needs
-    # A dictionary keeps the order in which its keys came, so tasks are numbered list by list.
+    # Tasks are numbered list by list, because a dictionary keeps the order in which keys came.
     codes = tuple(waits)
     resources = Resources(
         places,
@@ -193,7 +193,10 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
 
 
 def _places(lists: TaskLists) -> tuple[int, ...]:
-    """Returns the device of each stage; a stage in no list has the device of its own number."""
+    """Returns the device of each stage.
+
+    A stage in no list gets the device of its own number or, if there is none, the last device.
+    """
     last = len(lists) - 1
     device_of: dict[int, int] = {}
     for d, tasks in enumerate(lists):

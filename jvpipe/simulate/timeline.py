@@ -65,9 +65,9 @@ class Timeline:
     has the bytes over time, one curve for each device and a last one for the host. `peak_bytes` has
     the peaks in the same order.
 
-    If the tasks are rows, a peak may differ from the largest number of its curve. The peak
-    counts bytes in the order in which rows are dispatched, as the ledger of a run does. The
-    curve counts bytes by simulated time.
+    If the tasks are rows (programs and copies, as the controller of a run dispatches them), a peak
+    may differ from the largest number of its curve. The peak counts bytes in the order in which
+    rows are dispatched, as the ledger of a run does. The curve counts bytes by simulated time.
     """
 
     tasks: Sequence[Task | Row]
@@ -113,7 +113,7 @@ class Timeline:
             strict=True,
         )
         for task, start_s, end_s, resources in times:
-            if end_s <= start_s:  # a task without duration cannot be seen in a picture
+            if end_s <= start_s:  # it could not be seen in a picture
                 continue
             args = {"stage": task.stage, "microbatch": task.microbatch}
             for r in resources:

@@ -1,19 +1,20 @@
-"""What the tasks of stages wait for.
+"""Finds what the tasks of stages wait for, and adds the tasks that follow from their lists.
 
-F waits for the values of the stage before, and B for the cotangents of the stage after. I is the
-first half of a split backward, and what is true of B is true of I. Copies of swapped values to the
-host (OUT) and back (IN) have rules of their own.
+A forward (F) waits for the values of the stage before, and a backward (B) for the cotangents of the
+stage after. I is the first half of a split backward, and what is true of B is true of I. Some
+values that an F leaves for its B may be swapped: copied to the host (OUT) and back (IN).
 
-A device holds the swapped values of at most two micro-batches at a time. Two rules keep this bound:
+A device holds the swapped values of at most two micro-batches at a time. Two rules keep this bound.
+The drawing shows them on one device and its link to the host; time runs to the right:
 
-    F     waits for the OUTs of all earlier forwards on the device, except the last OUT. In the
-          drawing F2 waits for OUT0, so that only the values of F1 are left when F2 makes its own.
+    device    F0   F1   F2   F3   ...        B0   B1   B2
+    link           OUT0 OUT1 OUT2 ...   IN0  IN1  IN2
+
+    F     waits for the OUTs of all earlier forwards on the device, except the last OUT. F2 waits
+          for OUT0, so that only the values of F1 are left when F2 makes its own.
     IN    waits until the B before its own has begun, and until the last OUT before this
-          earlier B has ended. In the drawing IN2 waits for B1 to begin, because then the
-          values that B0 has read are gone.
-
-    device    F0 F1 F2 F3 ...  B0 B1 B2
-    host         OUT0 OUT1 ...  IN1 IN2
+          earlier B has ended. IN2 waits for B1 to begin, because then the values that B0 has read
+          are gone, and only those of B1 are left. The first IN waits as an F does.
 
 Nothing is swapped for a B that comes directly after its own F.
 """
@@ -36,7 +37,8 @@ class Around(NamedTuple):
 
     The codes for micro-batch m are larger by m. F waits for the `source`, which brings values from
     the stage before. B waits for the `answer`, which brings cotangents from the next stage, or for
-    the `half_answer` if the next stage splits its backward.
+    the `half_answer` if the next stage splits its backward. `sends` says whether a SEND follows F,
+    and `returns` whether a RETURN follows B.
     """
 
     code: Mapping[Kind, int]
@@ -86,7 +88,7 @@ class Around(NamedTuple):
 class _Walk:
     """A walk along the list of a device, which finds what each task waits for.
 
-    A task does not list the task before it on the device, because the engine keeps their order.
+    It leaves out the wait for the previous task on the device, which `TaskGraph` adds.
 
     Args:
         on: the parts that stages need.
@@ -106,8 +108,8 @@ class _Walk:
         self._around = around
         self._halves = halves
         self._outs: list[int] = []
-        # The tasks that the last B waited for, and the last OUT before it. The B begins when they
-        # end. None before the first B.
+        # What an IN waits for: the tasks that the last B waited for, and the last OUT before this
+        # B. When these tasks have ended, the B begins. None before the first B.
         self._begun: Codes | None = None
 
     def forward(self, task: Task, following: Task | None) -> None:
@@ -140,7 +142,7 @@ class _Walk:
         forward = code[Kind.F] + m
         needs: Codes = (forward,)
         if self._on.swaps and self.last != (forward,):
-            # Before its first B the device has room when the second-to-last OUT has ended.
+            # Before its first B, the device has room when all OUTs but the last have ended.
             room = self._outs[-2:-1] if self._begun is None else self._begun
             fetch = code[Kind.IN] + m
             self.tasks.append((fetch, (code[Kind.OUT] + m, *room)))
@@ -165,7 +167,7 @@ def device_waits(
     around: Sequence[Around],
     halves: Collection[tuple[int, int]],
 ) -> Sequence[CodedTask]:
-    """Returns a device's tasks in order, with the tasks that follow from them.
+    """Returns a device's tasks in order, with the tasks that are added: copies, R and REDUCE.
 
     Args:
         tasks: the list of the device.

@@ -26,13 +26,13 @@ class Features:
     """The parts that are simulated besides F and B; a part that takes no time can be left out.
 
     Attributes:
-        recompute: whether forwards are recomputed.
-        swaps: whether values are swapped.
-        sends: whether values are sent between stages.
+        recompute: whether forwards are recomputed (R).
+        swaps: whether values are swapped (OUT, IN).
+        sends: whether values are sent between stages (SEND, RETURN).
         shared: whether sends take the links to the host.
-        reduces: whether replicas add up their gradients.
-        updates: whether stages are updated.
-        machines: the machines of the devices at each place; empty if no networks are shared.
+        reduces: whether replicas add up their gradients (REDUCE).
+        updates: whether stages are updated (U).
+        machines: for each place, the machine of each device there; empty if no networks are shared.
     """
 
     recompute: bool = True
@@ -56,8 +56,9 @@ class Features:
         Args:
             parts_s: for each stage, seconds in the order of `PARTS`.
             shared: whether sends take the links to the host.
-            swaps: whether something is swapped, even if the copies take no time.
-            machines: the machines of the devices at each place; empty if no networks are shared.
+            swaps: whether something is swapped, even if the copies take no time. Swaps also have
+                waits, which limit the memory that they take.
+            machines: as in `Features`.
         """
         by_part = zip(*parts_s, strict=True)
         columns = zip(PARTS, by_part, strict=True)

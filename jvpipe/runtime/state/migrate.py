@@ -1,22 +1,31 @@
 """Moves layers between devices while training runs, which is called a migration.
 
-A micro-batch runs entirely under one plan: its forwards, its backwards and, in a stream, its
-updates. From a given micro-batch on, micro-batches run under the new plan. So residuals (the values
-that a forward leaves for its backward) never move, and each micro-batch computes the same as
-without the migration. In this picture, time runs to the right, and layer 3 moves from device 0 to
-device 1 at micro-batch 2:
+A migration replaces the old plan by a new one. Each micro-batch runs entirely under one of them:
+its forwards, its backwards and, in a stream (training without a flush between steps), its updates.
+A residual is a value that a forward leaves for its backward. Both run under the same plan, so
+residuals never move. In a synchronous run, no value depends on the device that computes it, so a
+migration changes no result. In a stream, a layer that gets to another stage may read other versions
+of its weights from then on, because the schedule gives each stage its versions.
 
-    device 0   F0 F1 B0    B1                       tasks of micro-batches 0 and 1: the old plan
-    link             WEIGHTS   SUM                  weights and optimizer state; summed gradients
-    device 1                          F2 B2 ...     tasks from micro-batch 2 on: the new plan
+In this picture, time runs to the right, and layer 3 moves from device 0 to device 1 at
+micro-batch 2. F1 and B1 are the layer's forward and backward of micro-batch 1:
 
-The memory at the old place is freed once all copies have arrived. If something fails before that,
-the old state is whole. If a move between two steps fails later, some values may be only on the host
-or at the new place. `state_after_failed_move` brings them back. A move inside a step needs no such
-repair. When it frees memory, only the step's update is left to run, and the update of any step
-overwrites the old state.
+    device 0   F0 F1 B0 B1                 micro-batches 0 and 1: the old plan
+    link          WEIGHTS  SUM             weights and optimizer state; summed gradients
+    device 1               F2  B2 ...      from micro-batch 2 on: the new plan
 
-If there are several processes, a move between two steps frees nothing before every process has all
+A buffer at an old place is freed only once its copy has arrived. The rest depends on the moment:
+
+    between two steps          Buffers are freed after all copies have begun. If an error comes
+                               later, some values may exist only on the host or at the new place.
+                               `state_after_failed_move` brings them back.
+    inside a synchronous step  Buffers are freed after the last backward. Only the update is left,
+                               which overwrites the old state in any step.
+    in a stream                Buffers are freed one by one. As in any step of a stream, updates
+                               overwrite the old state.
+
+After an error in the last two cases, a run goes on from a checkpoint, as after any failed step. If
+there are several processes, a move between two steps frees nothing before every process has all
 its copies. So an error in one process leaves all of them with the old state.
 """
 
@@ -46,8 +55,8 @@ from jvpipe.runtime.state.plan_change import PlanChange, moved_layers
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 
 UNFORESEEN = -1
-"""The number of stream steps of a migration whose moment cannot be foreseen. No stream has this
-number, so `Migration.foresaw` is false, and the migration is prepared again once it is due."""
+"""A value of `Migration.stream_steps` that no stream reaches. With this value,
+`Migration.foresaw` is always false, so the migration is prepared again once it is due."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,13 @@ class Migration:
         change: the entry of the history.
         old: the plan in use.
         new: the plan to come.
-        bound: the rows of the whole step in which layers move, or only the rows of the moves if
-            they are made between two steps.
-        stream_steps: how many steps the stream of the old plan has had, or a smaller number after
-            which the same arrays are in flight; 0 if there is no stream.
+        bound: the rows of the whole step in which layers move. If they move between two steps,
+            only the rows of the moves.
+        stream_steps: how many steps the stream of the old plan will have had at the migration, or
+            a smaller number after which the same arrays are in flight; 0 if nothing is in flight.
         steps: after how many steps the stream of the new plan has the same arrays in flight.
-        leaving: the rows that free the memory at the old places, if there are several processes.
+        leaving: if several processes move layers between two steps, the rows that free the memory
+            at the old places; else None, because `bound` has these rows.
     """
 
     change: PlanChange
@@ -82,10 +92,10 @@ class Migration:
     def foresaw(self, current: CompiledPlan, stream_steps: int, microbatch: int) -> bool:
         """Tells whether this migration was prepared for the state that the run is now in.
 
-        All processes must find the same answer, because they prepare a migration again together.
-        So the answer must not depend on whether `current` runs layers in groups, because each
-        process begins to do so at its own time. Groups make no difference to a migration, in which
-        layers move one by one.
+        If it was not, it is prepared again, by all processes together. So all must find the same
+        answer. Each process begins at its own time to run groups of layers as one program, so the
+        answer must not depend on the groups of `current`. Groups make no difference to a migration,
+        because layers move one by one.
 
         Args:
             current: the compiled plan in use.
@@ -113,9 +123,12 @@ def prepare_migration(
 ) -> Migration:
     """Lowers and compiles a change of plan, in the first way that keeps the memory limits.
 
-    There are three ways, in order of preference. Inside a step, the pipeline goes on, but both
-    plans need memory. Between two steps, the pipeline is drained first. By host, it is drained too,
-    and layers leave a device before others arrive.
+    There are three ways, in order of preference:
+
+        inside     The pipeline does not stop, but both plans need memory at once.
+        between    The micro-batches in flight are finished first. A device then holds the layers
+                   that leave it beside those that arrive.
+        by host    As between, but all layers that move go to the host before any arrives.
 
     Args:
         old: the plan in use.
@@ -123,8 +136,10 @@ def prepare_migration(
         at: (step, micro-batch) from which the new plan holds.
         why: the reason, for the history.
         limits: the memory limits, which also hold while layers move.
-        stream_steps: how many steps the stream of `old` will have had; 0 if nothing is in flight.
-        hosts: the processes, if they have to agree here on one way.
+        stream_steps: how many steps the stream of `old` will have had at the change; 0 if nothing
+            will be in flight.
+        hosts: the processes, if they must choose the same way now; None if each process prepares
+            the migration without waiting for others.
 
     Raises:
         MemoryLimitExceeded: the new plan, or every way to it, exceeds a limit.
@@ -193,7 +208,7 @@ def _migration_in_way(
         stream_steps: as `Migration.stream_steps`.
 
     Returns:
-        The migration, and the peak of each device, and last of the host, while it is made.
+        The migration, and the most bytes on each device, and last on the host, while it is made.
     """
     step, microbatch = at
     after, steps, leaving = new, 0, None
@@ -203,8 +218,8 @@ def _migration_in_way(
     elif old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
     else:
-        # The stream of the new plan continues that of the old plan. Plans before the old one are
-        # dropped if nothing of theirs is in flight.
+        # The stream of the new plan continues that of the old plan, which in turn may continue that
+        # of earlier plans. These are dropped if none of their micro-batches is in flight.
         alone, steps = old.without_previous(stream_steps)
         after = replace(new, previous=(alone, steps * new.microbatches + microbatch))
         stream_step, bound = after.stream_step(steps)
@@ -248,7 +263,7 @@ def _between(
         by_host: whether everything that moves goes to the host first.
 
     Returns:
-        All rows of the move, the rows that run first, and `Migration.leaving`.
+        All rows of the move, the rows for `Migration.bound`, and those for `Migration.leaving`.
     """
     lowered = lower_move(
         new.traced.graph,
@@ -279,7 +294,7 @@ def moved_between_steps(
 
     Raises:
         StageError: a copy failed. `state_after_failed_move` can then restore the state under the
-            old plan, except after a `HostLost`.
+            old plan, unless the error is a `HostLost`: another process, and its arrays, are gone.
     """
     at, hosts = Moment(state.step), migration.new.hosts
     if hosts is None or migration.leaving is None:
@@ -295,7 +310,8 @@ def moved_between_steps(
 
     live = controller.ledger.live
     before = list(live)
-    # Nothing has been freed yet, so if a copy fails anywhere, all processes keep their old arrays.
+    # These rows free nothing, so if a copy fails anywhere, all processes still have their old
+    # arrays.
     try:
         arrays = hosts.together("copies of layers that move", copy)
     except Exception as error:
@@ -322,14 +338,15 @@ def state_after_failed_move(
     if not any(x is not None and x.is_deleted() for x in state.arrays):
         return state
     buffers, placing = migration.bound.lowered.buffers, migration.old.placing
-    # Each array still has a copy, at the old or at the new place, on a device or on the host.
+    # An old array is deleted only after its copy has arrived. So each array exists somewhere: at
+    # the old or at the new place, on a device or on the host.
     alive: dict[Name, Any] = {}
     for buffer, x in zip(buffers, table, strict=True):
         if x is not None and not x.is_deleted():
             alive.setdefault(name_of(buffer), x)
     values = {name: to_host(x) for name, x in alive.items()}
-    # The table begins with the state's arrays. The migration made all others, and they take memory
-    # that the restored arrays need.
+    # The table begins with the state's arrays. All others were made by the migration, and `values`
+    # now has what is needed of them. They are deleted to make room for the restored arrays.
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
@@ -349,7 +366,8 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
         new: the plan of the others.
         microbatch: the first micro-batch under the new plan.
     """
-    # The layouts of the new plan are numbered after those of the old plan.
+    # A layout says which values each layer's programs take and leave. The layouts of the new plan
+    # are numbered after those of the old plan, as the two lists of programs are joined below.
     before = old.layouts()[:microbatch]
     after = new.layouts(len(old.programs))[microbatch:]
     layouts = [*before, *after]
@@ -359,10 +377,12 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
 
 
 def _plain(compiled: CompiledPlan) -> TaskLists:
-    """Returns the tasks of each stage, with whole backwards, for a step in which layers move.
+    """Returns a list of tasks for each stage, with whole backwards, for a step in which layers move.
 
-    For this step, 1F1B replaces a schedule with several stages per device or with split backwards.
-    It computes the same, because values do not depend on the order of tasks.
+    The lists of two plans can be spliced if both have one stage per list and the same kinds of
+    tasks. If the schedule has several stages on a device, or splits backwards in two halves, 1F1B
+    replaces it in this step. This changes no result, because no value depends on the order of
+    tasks.
     """
     stages = len(compiled.plan.stages)
     kinds = {task.kind for tasks in compiled.lists for task in tasks}

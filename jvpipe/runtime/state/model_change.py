@@ -2,12 +2,16 @@
 
 Arrays that only the old model has are parked: they wait on the host for a later change that brings
 them back. Before anything moves, `origins.py` decides where each array of the new model comes from.
-During the change, the devices hold the arrays of both models side by side. If there is no room for
-both, the arrays that leave a device are first copied to the host. In both cases, the old model
-can be restored until all arrays of the new model have arrived.
+There are two orders of work, and the second one needs less room on the devices:
+
+    beside     copy to the host what is parked; make or copy the new arrays; delete old arrays
+    by host    copy to the host what is parked or moves; delete old arrays; make or copy the new ones
+
+Before an array is deleted, a copy of it is on the host or at its new place. So the old model can be
+restored until all arrays of the new model have arrived.
 
 If there are several processes, each parks the arrays that leave its own devices. Arrays that
-another process needs are copied there from device to device. No array leaves a device before all
+another process needs are copied there from device to device. No array is deleted before all
 arrays have arrived in all processes. So an error in one process leaves all with the old model.
 """
 
@@ -46,7 +50,7 @@ class ModelChange:
         step: the step before which the model changed.
         kept: the parameters that both models have.
         returned: the parameters that came back from the host, where they had been parked.
-        new: the parameters that were made.
+        new: the parameters that were neither in the old model nor parked.
         parked: the parameters that only the old model has, which are now parked on the host.
         moved_bytes: the bytes of arrays that moved to other devices.
         how: "beside" if the devices held both models at once; "by host" if there was no room for
@@ -77,7 +81,9 @@ def plan_model_switch(
     parked: Parked,
     limits: Limits,
 ) -> "ModelSwitch":
-    """Checks that a model can replace another one, and decides how; nothing moves yet.
+    """Checks that a model can replace another one, and chooses between "beside" and "by host".
+
+    Nothing moves yet.
 
     Args:
         old: the compiled plan of the old model.
@@ -104,7 +110,8 @@ def plan_model_switch(
     origins.hosts.together("new model", origins.check)
     origins.hosts.together("limits", check_after)
     # A change by host frees arrays before the others have arrived. An error in one process could
-    # then not be undone in the others, so several processes do not change models by host.
+    # then not be undone in the others, so several processes do not change models by host. Only the
+    # limits of the devices matter here, because a change by host needs more of the host's memory.
     if new.hosts is None:
         try:
             replace(limits, host_bytes=None).check(switch.peaks, new.devices)
@@ -120,7 +127,7 @@ class ModelSwitch:
 
     Args:
         origins: says where each array comes from. `run` changes `origins.parked`.
-        by_host: whether arrays that leave or move go to the host before others arrive.
+        by_host: whether arrays leave the devices before others arrive (see the top of this file).
     """
 
     origins: Origins
@@ -136,7 +143,8 @@ class ModelSwitch:
 
     def change(self, step: int) -> ModelChange:
         """Returns the entry of the history for this switch, which is made before `step`."""
-        # A parameter that is read at several places has several arrivals. It is named only once.
+        # A parameter has an arrival for each place that reads it. Keys of a dict keep each name
+        # once, in order.
         paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
         for arrival in self.origins.arrivals:
             kind, array = arrival.identity
@@ -162,7 +170,8 @@ class ModelSwitch:
     def peaks(self) -> tuple[Peak, ...]:
         """The most bytes on each device during the change, and last on the host.
 
-        The bytes on the host do not include the arrays that were parked before the change.
+        The bytes on the host do not include the arrays that were parked before the change, because
+        `Limits` adds those.
         """
         devices = range(len(self._new.devices))
         before, staying, arriving = Counter[int](), Counter[int](), Counter[int]()
@@ -175,12 +184,14 @@ class ModelSwitch:
             buffer = arrival.buffer
             if arrival.how != "stay":
                 arriving[buffer.memory] += buffer.bytes
+            # A parked array for another process is sent from a device of the process that has it.
             passed = self.origins.home(arrival)
             if passed is not None:
                 arriving[passed] += buffer.bytes
             if arrival.how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 ready.add(key_of(buffer))
-        # A piece of the optimizer makes all of its state, even arrays that are not missing.
+        # The optimizer's state is made by pieces, programs that each make all of a layer's state.
+        # So a piece that makes a missing array also makes arrays that exist already.
         spare = self._new.placing.spare_bytes(ready)
         peaks = []
         for d in devices:
@@ -193,14 +204,17 @@ class ModelSwitch:
 
     @property
     def _waiting(self) -> frozenset[int]:
-        """The old model's buffers that wait on the host, because they leave before they arrive."""
+        """The old model's buffers whose arrays wait on the host between their old and new places.
+
+        Empty unless the change is by host.
+        """
         origins = self.origins
         return origins.copied.intersection(origins.leaving) if self.by_host else frozenset()
 
     @property
     def _passing(self) -> Peak:
-        """The bytes that only the change brings to the host: arrays that are parked, or that
-        move.
+        """The bytes that this change brings to the host: arrays that it parks, or that it moves
+        by host.
         """
         origins = self.origins
         waiting = sum(self._old.persistent[i].bytes for i in self._waiting)
@@ -218,8 +232,8 @@ class ModelSwitch:
             ledger: counts the bytes.
 
         Raises:
-            StageError: a copy or program failed. Except after a `HostLost`, the error's `table` has
-                all arrays of the old model.
+            StageError: a copy or program failed. The error's `table` has all arrays of the old
+                model, unless the error is a `HostLost`: another process, and its arrays, are gone.
         """
         origins, live = self.origins, list(ledger.live)
         placed: dict[Any, jax.Array] = {}
@@ -284,8 +298,8 @@ class ModelSwitch:
             ledger: counts the bytes.
 
         Returns:
-            Further arrays on devices of this process, with their places. They were put there only
-            to be sent to other processes.
+            The parked arrays that were put on devices of this process only to be sent to other
+            processes, with their places.
         """
         hosts, sent = self.origins.hosts, list[tuple[int, jax.Array]]()
         put = partial(self._put, before, placed, sent, ledger)
@@ -321,7 +335,8 @@ class ModelSwitch:
 
         Returns:
             For each copy between processes: the spot of its array, the copy, and the array (None if
-            another process has it). The copies are the same in all processes.
+            another process has it). All processes return the same copies in the same order, as
+            `Hosts.carry` requires.
         """
         crossing = []
         for arrival in self.origins.arrivals:
@@ -384,7 +399,7 @@ class ModelSwitch:
         Args:
             arrays: the old model's arrays, some of which have been deleted.
             placed: the new model's arrays so far; arrays that stay are among them.
-            left: copies on the host of the arrays that were deleted.
+            left: copies on the host of the arrays that were deleted, except constants.
         """
         # An array that stays is the same object in both models, and must not be deleted.
         staying = {id(x) for x in arrays}

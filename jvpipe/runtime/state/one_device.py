@@ -1,8 +1,11 @@
 """Replays a run on one device, one micro-batch after another, from the ledger of versions.
 
-The ledger (`versions.py`) says which version of the weights each forward and backward read, and
-which version each update made. A replay keeps all versions of the weights. So it can run each
-micro-batch entirely before the next one begins, and still read the versions that the ledger names.
+The version of a layer's weights is the number of updates that they have had. The ledger
+(`versions.py`) says which version each forward and backward read, and which version each update
+made. No task reads a version that needs the gradients of a later micro-batch. So a replay can run
+each micro-batch entirely before the next one begins. A forward or backward may read an older
+version than the newest, so the replay keeps all versions. This takes one copy of the parameters for
+each update of the run.
 
 A replay checks a run, so it shares little with the controller: no task lists, no lowering, no
 buffers. Only the programs of the layers and of the optimizer are the same, because only the same
@@ -34,10 +37,13 @@ from jvpipe.util.devices import first_of
 
 
 class Replay:
-    """A sequential run of a model: parameters by version, everything else by micro-batch.
+    """A sequential run of a model, which keeps every version of the parameters.
+
+    A fate says whether a value is kept, swapped to the host or recomputed between forward and
+    backward.
 
     Args:
-        compiled: the plan whose layers and fates the replay uses.
+        compiled: the plan whose layers and fates the replay uses at first.
         parameters: the parameters at the start, in the order of the graph.
         state: the leaves of the optimizer's state at the start, by index and layer.
         model_state: the leaves of the model state at the start.
@@ -93,6 +99,8 @@ class Replay:
             **_by_ref(ValueKind.STATE, self._model_state),
         }
         self._inputs: dict[int, list[Any]] = {}  # by layer: the values that its forward read
+        # By layer: the values that its forward leaves for its backward, and the results of its
+        # second forward.
         self._residuals: dict[int, Sequence[Any]] = {}
         self._again: dict[int, list[Any]] = {}
         layers = self._graph.layers
@@ -117,17 +125,20 @@ class Replay:
         self._stage = {layer: s for s, stage in stages for layer in stage.layers}
 
     def forget(self) -> None:
-        """Forgets PipeMare's mean and XPipe's last update, as a run does after a drain."""
-        # By parameter and version, to shift weights (`_read`): PipeMare's running mean of updates,
-        # or XPipe's last update.
+        """Forgets PipeMare's mean and XPipe's last update, as a run does after a drain.
+
+        PipeMare and XPipe are schedules that shift the weights which a task reads, to bring them
+        closer to those of another version (see `_read`).
+        """
+        # By parameter and version: PipeMare's running mean of updates, or XPipe's last update.
         self._memory: dict[tuple[int, int], Any] = {}
         self._count: dict[int, Any] = {}  # by layer: how many updates PipeMare's mean has seen
 
     def _forget_gradients(self) -> None:
         """Forgets what has been summed for the last update, so that the next sums can begin."""
         self._weights: list[Any] = []  # the losses' weights since the last update
-        # By parameter and reading layer: the gradients for the next update, one sum for each of the
-        # devices that take turns.
+        # By parameter and reading layer: the gradients for the next update. If the devices of a
+        # stage take turns with its micro-batches, each device has a sum of its own.
         self._sums: dict[tuple[int, int], list[Any]] = {}
         self._done = Counter[int]()  # by layer: how many backwards ran since the last update
 
@@ -175,8 +186,9 @@ class Replay:
         plain = versions[use.version]
         if not use.shift:
             return plain
-        # For a forward, XPipe predicts the weights after some further updates. For a backward,
-        # PipeMare corrects the weights to approximate those before some updates.
+        # Before a forward, XPipe adds the last update several times, to predict later weights.
+        # Before a backward, PipeMare subtracts the mean update several times, to approximate the
+        # weights that the forward read.
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
         program = weight_programs.shifted([shape], updates)
@@ -187,8 +199,8 @@ class Replay:
     def _run_again(self, layer: Layer) -> list[Any]:
         """Recomputes a layer's forward with the weights of its backward, once per micro-batch.
 
-        Returns the values that the layer writes, and then its residuals. The residuals replace
-        those of the first forward.
+        Returns the values that the layer writes, and then its residuals (the values that its
+        backward reads). The residuals replace those of the first forward.
         """
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
@@ -201,7 +213,8 @@ class Replay:
     def _back(self, layer: Layer, ref: Ref) -> Any:
         """Returns a value that a layer's forward read or wrote, for its backward.
 
-        A value that the run dropped is recomputed, as it was in the run.
+        A value that the run dropped is recomputed, as it was in the run. An edge is a stage and a
+        tensor between layers that the stage reads or makes.
         """
         edge = self._stage[layer.id], ref.index
         if ref.kind == ValueKind.TENSOR and edge in self._fates.dropped:
@@ -209,7 +222,7 @@ class Replay:
             producer = self._graph.layers[number]
             written = self._run_again(producer)
             return written[producer.writes.index(ref)]
-        # By now the forwards have overwritten the model state.
+        # The layer's forward may have overwritten the model state, so its input is read instead.
         if ref.kind == ValueKind.STATE and ref in layer.reads:
             return self._inputs[layer.id][layer.reads.index(ref)]
         return self._read(layer, ref, Kind.B)
@@ -228,7 +241,8 @@ class Replay:
         signature = self._programs(layer).signature
         if signature.is_idle:
             return
-        # Recomputing comes first, because it replaces residuals that are read below.
+        # Recomputing comes first, because it replaces residuals that are read below. `_back` is
+        # called here only because it recomputes inputs that were dropped.
         for kind, i in signature.sources:
             if kind == "input":
                 self._back(layer, layer.reads[i])
@@ -238,7 +252,8 @@ class Replay:
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         parameters = [layer.reads[i].index for i in signature.gradients]
-        # Devices that share a stage take turns with its micro-batches.
+        # Devices that share a stage take turns with its micro-batches. Each device adds up its own
+        # gradients, so the replay must do the same to get the same rounding.
         stage = self._compiled.plan.stages[self._stage[layer.id]]
         turns = len(stage.devices)
         turn = self._done[layer.id] % turns
@@ -263,7 +278,7 @@ class Replay:
 
         Args:
             layer: the layer.
-            source: the source.
+            source: "residual", "output" or "input", and the number of the value among these.
         """
         kind, i = source
         if kind == "residual":
@@ -279,7 +294,11 @@ class Replay:
         return np.zeros(array.shape, array.dtype)
 
     def _update(self) -> None:
-        """Runs the updates of layers, with the gradients that were summed since the last update."""
+        """Runs the updates of layers, with the gradients that were summed since the last update.
+
+        The optimizer is cut into pieces. A piece is the program of one layer in one phase, and a
+        slot names an array that pieces read or write.
+        """
         total: list[Any] = []
         if self._graph.weighted:
             shape = self._compiled.traced.loss_shapes[1]
@@ -353,7 +372,7 @@ class Replay:
         """
         schedule = self._compiled.schedule
         last = len(self._compiled.plan.stages) - 1
-        tau = last - self._stage[layer]
+        tau = last - self._stage[layer]  # the updates between a forward and its own update
         remembers = schedule.predicts or schedule.decay is not None
         if not (before and tau and remembers):
             self._count.pop(layer, None)

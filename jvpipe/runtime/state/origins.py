@@ -1,9 +1,10 @@
 """Decides where each array of a new model comes from, when the model changes during training.
 
-An array of the old model and an array of the new model are the same if their kind, path, shape and
-type are equal. A parameter's optimizer state is kept, parked or made together with the parameter.
-State that belongs to no parameter, such as a step count, is kept if both models have it. In this
-picture each letter is a parameter, and lines join the parameters that both models have:
+An array has an identity: its kind (parameter, optimizer state, model state or constant), path,
+shape and type. Arrays of the two models are the same if their identities are equal. A parameter's
+optimizer state is kept, parked or made together with the parameter. Optimizer state that belongs to
+no parameter, such as a step count, is kept if both models have it. In this picture each letter is a
+parameter, and lines join the parameters that both models have:
 
     old model    A  B  C         A stays where it is; B is copied, because its device changes;
                  |  |            C is parked on the host, with its optimizer state
@@ -27,15 +28,22 @@ from jvpipe.runtime.engine.tensors import Away, Identity
 from jvpipe.util.devices import is_own
 
 Parked = dict[Identity, Any]
-"""Arrays of earlier models that lie on the host; `Away` if they lie on another process's host."""
+"""By identity, the arrays of earlier models that lie on the host; `Away` for an array on another
+process's host."""
 
 
 class Arrival(NamedTuple):
     """A persistent buffer of the new model, with the identity and the origin of its array.
 
-    The array may "stay" where the old model has it, be a "copy" from another place or memory of the
-    old model, "return" from the host, where it was parked, or be new ("make"). If it stays or is
-    copied, `old_index` is the number of its buffer in the old model.
+    A persistent buffer exists between steps, at a place (the number of a device). Its memory is
+    that device's or the host's. The origin, `how`, is one of four:
+
+        stay      the old model has the array at this place, in this memory
+        copy      the old model has it elsewhere
+        return    it is parked on the host
+        make      it is new, or a constant
+
+    If the array stays or is copied, `old_index` is the number of its buffer in the old model.
     """
 
     identity: Identity
@@ -110,7 +118,7 @@ class Origins:
         """The persistent buffers of the new model, with the origins of their arrays."""
         owners = _parameters_of_state(self.new)
         before = frozenset(self.before)
-        # By array, place and memory: the old buffers. `arrival` gives each buffer to one arrival.
+        # By array, place and memory: the old buffers, each of which stays for one arrival only.
         staying: dict[tuple[Identity, int, int], list[int]] = {}
         anywhere: dict[Identity, int] = {}
         for i, buffer in enumerate(self.old.persistent):
@@ -122,7 +130,8 @@ class Origins:
         def arrival(identity: Identity, buffer: Buffer) -> Arrival:
             if identity[0] == "constant":
                 return Arrival(identity, buffer, "make")
-            # Optimizer state is kept, or returns, only together with its parameter's values.
+            # Optimizer state was computed along with the values of its parameter, so it is kept, or
+            # returns, only if they do.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # An array stays if the old model has it at this place and in this memory. Otherwise it
@@ -148,8 +157,8 @@ class Origins:
     def parks(self) -> Parked:
         """The arrays that the change parks on the host.
 
-        For each, the value is the number of its buffer in the old model, or `Away` if another
-        process has this buffer.
+        The value of an array is not the array itself, but the number of its buffer in the old
+        model, or `Away` if another process has this buffer.
         """
         after, parks = frozenset(self.after), Parked()
         for i in self.leaving:
@@ -161,7 +170,9 @@ class Origins:
 
     @cached_property
     def parked_after(self) -> Parked:
-        """The parked arrays after the change; newly parked ones have the values of `parks`."""
+        """The parked arrays after the change; those that the change parks have the values of
+        `parks`.
+        """
         parked = self.parked | self.parks
         for arrival in self.arrivals:
             if arrival.how == "return":

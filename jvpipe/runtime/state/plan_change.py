@@ -17,9 +17,9 @@ class PlanChange:
         new: the plan after.
         layers: the layers that moved: (layer, device before, device after).
         moved_bytes: the number of bytes that were copied.
-        how: "inside" a step; "between" two steps; or "by host": between two steps,
-            through the host's memory, because some device could not hold its departing and its
-            arriving layers together.
+        how: "inside" a step; "between" two steps; or "by host": between two steps and through the
+            host's memory, because some device could not hold the layers that leave it and those
+            that arrive at the same time.
     """
 
     step: int
@@ -49,8 +49,9 @@ class PlanChange:
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     """Returns the layers that change devices: (layer, device before, device after).
 
-    If a layer has replicas, the result has only the first device that the layer leaves and
-    the first device to which it moves.
+    If a layer has replicas (copies on several devices), the result names one pair of devices: the
+    first that the layer leaves and the first that it enters. If it leaves none, or enters none, the
+    first of its devices under that plan takes the place.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)

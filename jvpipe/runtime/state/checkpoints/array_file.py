@@ -1,11 +1,14 @@
 """Writes arrays to a safetensors file and reads them, under names such as `optimizer/count`.
 
-In a checkpoint, a name is KIND/PATH. The kind is parameter, optimizer, state (the model's) or
-flight. The path leads to the array in the tree of its kind. If micro-batches are in flight, all
-arrays of the run's state are saved as the kind flight too, each under the name of its buffer.
+safetensors is a file format for named arrays of numbers. In a checkpoint, a name is KIND/PATH. The
+kind is parameter, optimizer, state (of the model) or flight. The path leads to the array in the
+tree of its kind. A micro-batch is in flight if its forward has run and its backward has not. If
+some are in flight, all arrays of the run are also saved under the kind flight, each with the name
+of its buffer as the path.
 
 The format has no random keys and lacks some types of numbers. Keys are written as their integers,
-and arrays of the missing types as bytes. The types of both are kept in `meta.json`.
+and arrays of the missing types as bytes. The types of both are kept in the checkpoint's
+`meta.json`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,7 +54,7 @@ def pack(arrays: Arrays) -> Packed:
                 packed.keys.append([kind, name, implementation])
                 array = jax.random.key_data(array)
             words = np.asarray(array, order="C")
-            # Types that the format lacks become bytes. `raw` keeps the type and the shape.
+            # Arrays of types that the format lacks become bytes. `raw` keeps their type and shape.
             if not _is_native(words):
                 packed.raw.append([kind, name, str(words.dtype), words.shape])
                 words = words.reshape(-1).view(np.uint8)
@@ -136,7 +139,8 @@ def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
         SafetensorError: an array cannot be written.
         OSError: the file cannot be written.
     """
-    # safetensors itself makes files that only their owner may read.
+    # safetensors itself makes files that only their owner may read. So an empty file is made first,
+    # and the new file gets its permissions.
     file.touch()
     mode = file.stat().st_mode
     save_file(dict(arrays), file)
@@ -157,7 +161,7 @@ def read(file: Path, names: Collection[str]) -> dict[str, np.ndarray]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Opens a file of arrays; raises ValueError for whatever is wrong with it."""
+    """Opens a file of arrays; turns the errors of reading it into ValueError."""
     try:
         with safe_open(file, framework="numpy") as opened:
             yield opened

@@ -1,12 +1,14 @@
 """Writes checkpoints in another thread during the training, one at a time.
 
 The caller copies the state to the host before the write begins. So no step changes the arrays that
-are written, and a step waits for the disk only if the write before takes until then.
+are written. Training waits for the disk only if a checkpoint is due while the previous one is still
+being written.
 
-Orbax's CheckpointManager also writes in a thread, and has rules for which checkpoints to keep. It
-is not used here, because Orbax's format has no digests of files and no states in the middle of a
-step. Orbax expects arrays that all processes share, but in jvpipe one process holds an array. The
-manager also names and deletes folders by its own rules. Only its thread would be of use here.
+Orbax is a library for checkpoints, and its CheckpointManager also writes in a thread. It is not
+used here for four reasons. Its format has no digests of files. It has no states with micro-batches
+in flight. It expects arrays that all processes share, whereas in jvpipe each array belongs to
+one process. And the manager names and deletes folders by its own rules. Only its thread would be of
+use here.
 """
 
 import threading
@@ -16,9 +18,9 @@ from collections.abc import Callable
 class Writer:
     """A context manager that runs one write at a time in another thread.
 
-    If a write fails, the next call raises the error of the write. At its end, the context waits for
-    the last write. If that write failed, the context raises its error, unless the code inside the
-    context has raised an error itself.
+    If a write fails, the next call of a method raises the error of the write. At its end, the
+    context waits for the last write. If that write failed, the context raises its error, unless the
+    code inside the context has raised an error itself.
 
     >>> with Writer() as writer:
     ...     writer.begin(lambda: print("written"))

@@ -1,9 +1,14 @@
 """Checkpoints: arrays by parameter path, so that any cuts can restore what other cuts have saved.
 
-A checkpoint is a folder with a generation in it (`generations.py`): a folder that is replaced as a
-whole. The files of a generation are `meta.json` and `arrays.safetensors`, in which arrays have the
-names KIND/PATH. If there are several processes, each writes a part in place of
-`arrays.safetensors`, and `meta.json` lists the arrays of each part.
+A checkpoint is a folder. Its content lies in one folder inside it, which is called a generation and
+is replaced as a whole (`generations.py`):
+
+    meta.json             the step, the shapes of the model and other entries (`meta.py`)
+    arrays.safetensors    the arrays, under names KIND/PATH such as `parameter/dense/kernel`
+    digests.json          the digests of the two other files, which reveal damage
+
+If there are several processes, each writes a part in place of `arrays.safetensors`, and `meta.json`
+lists the arrays of each part (`process_parts.py`).
 """
 
 import json
@@ -26,8 +31,8 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Writes a checkpoint.
 
-    Whenever the process dies, the folder holds the whole older checkpoint (if there was one) or the
-    whole new one.
+    If the process dies at any moment, the folder holds the whole older checkpoint (if there was
+    one) or the whole new one.
 
     Args:
         path: a folder, which may hold an older checkpoint; the new one replaces it.
@@ -72,7 +77,10 @@ class Saved:
     meta: dict[str, Any]
 
     def check(self, process: int = 0, count: int = 1) -> None:
-        """Compares the files of arrays with their digests; each process checks some of the files.
+        """Compares files of arrays with their digests.
+
+        Processes divide the files among themselves: this one checks every `count`-th file, from
+        file number `process` on.
 
         Args:
             process: the number of this process.
@@ -110,7 +118,7 @@ class Saved:
         arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
         for file, in_file in self._contents().items():
             keys = {name: _kind_and_path(name) for name in in_file}
-            # Only files with some of the wanted arrays are opened.
+            # A file is opened only if it has one of the wanted arrays.
             needed = [name for name, key in keys.items() if names is None or key in names]
             values = array_file.read(self.generation / file, needed) if needed else {}
             for name, (kind, path) in keys.items():
@@ -146,8 +154,8 @@ def open_checkpoint(path: str | Path) -> Saved:
     if generation is None:
         raise ValueError(f"{shown_path(folder)} holds no checkpoint that jvpipe saved")
     generations.check_generation(generation, [META])
-    # `Saved.check` compares the digests of the other files later: they are large, and several
-    # processes divide the work.
+    # The other files are large. `Saved.check` compares their digests later, so that several
+    # processes can divide this work.
     with damage_of(folder):
         meta = read_json(generation, META)
         compare(f"{META}:", meta, {str: anything})

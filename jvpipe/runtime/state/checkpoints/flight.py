@@ -1,11 +1,19 @@
-"""Finds arrays in a state in flight: the state of a stream between two steps.
+"""Finds arrays in a state in flight, and restores such a state from a checkpoint.
 
-A stream is an asynchronous run, whose pipeline is not flushed between steps. So some micro-batches
-are in flight: their forwards ran, and their backwards did not. A state at rest has nothing in
-flight. Its arrays are the plain arrays: parameters, optimizer state, model state and constants. A
-state in flight has the arrays of `Step.after`: all live versions of the weights, residuals, tensors
-between layers, and sums of gradients. The newest version of each plain array is always among them.
-So the stream need not be drained to read the parameters or to evaluate.
+A stream is an asynchronous run, whose pipeline is not flushed between steps. So between two steps,
+some micro-batches are in flight: their forwards have run, and their backwards have not. What a
+state has depends on this:
+
+    at rest      The plain arrays: parameters, optimizer state, model state and constants. Their
+                 buffers are `CompiledPlan.persistent`.
+    in flight    Every version of the weights that a later task reads, residuals, tensors between
+                 layers, sums of gradients and so on. Their names are `StreamStep.after`.
+
+The newest version of each plain array is always among the arrays in flight. So a stream need not be
+drained (its micro-batches need not be finished) to read the parameters or to evaluate.
+
+The name of a buffer is its spot: a value, a place (the number of a device), and which of the copies
+at this place it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,14 +56,16 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
         The position by the array's name.
     """
     newest = _newest(names_of(compiled, stream_steps))
-    # The entry of an array's first copy is made last, so it overwrites those of other copies.
+    # Several places may have a copy of an array. The loop runs backwards, so the entry of the first
+    # copy is made last and stays.
     backwards = reversed(compiled.persistent)
     return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in backwards}
 
 
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """Returns the newest version of each plain array.
+    """Returns the newest version of each plain array, in the order of `CompiledPlan.persistent`.
 
+    An array is copied to its place under the plan if it lies on another device of this process.
     While a layer moves to another process, its arrays may still lie with the old process. Then the
     old process returns them where they lie, and the new process returns None for them.
 
@@ -82,9 +92,10 @@ def brought_arrays(
     state: State,
     plain: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """Returns the plain arrays, each at the place where the plan has it.
+    """Returns the plain arrays, each at its place under the plan.
 
-    All processes must call this together. Arrays that still lie with another process are copied.
+    All processes must call this together, because arrays that still lie with another process are
+    copied.
 
     Args:
         compiled: the compiled plan of the state.
@@ -116,8 +127,9 @@ def brought_arrays(
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
     """Returns the position, in a state's arrays, of the newest version of each plain array.
 
-    If this version has several copies, the copy at the array's own place is taken. While a layer
-    moves, there may be no copy at that place. Then any other copy is taken.
+    The positions are in the order of `CompiledPlan.persistent`. If the version has a copy at its
+    place under the plan, this copy is taken. While a layer moves, there may be none at that place,
+    and any other copy is taken.
     """
     spots = names_of(compiled, stream_steps)
     at = {spot: i for i, spot in enumerate(spots)}
@@ -164,7 +176,8 @@ _Holder = tuple[ValueKind, int, int, int]
 
 def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
     """Returns the positions of the newest versions of all values that outlive a step."""
-    # Parameters and optimizer state are numbered by updates, model state by micro-batches.
+    # Parameters and optimizer state are numbered by updates, model state by micro-batches. The
+    # number that a value lacks is below all others, so the larger of the two counts.
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):
@@ -179,7 +192,7 @@ def _holder(spot: Spot) -> _Holder:
     """Returns the key that all versions of a value share.
 
     The key of a parameter or of optimizer state has no place, because the value may lie at another
-    place while its layer moves. Model state and constants are looked up at their own places.
+    place while its layer moves. Model state and constants have one entry for each of their places.
     """
     value = spot.value
     is_of_place = value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
@@ -193,7 +206,9 @@ def restore_in_flight(
     values: Mapping[str, Any],
     ledger: Ledger,
 ) -> tuple[jax.Array, ...]:
-    """Puts each array of a state in flight where it lay; returns None for other processes' arrays.
+    """Puts each array of a state in flight where it lay when it was saved.
+
+    Returns the arrays, with None for those of other processes.
 
     Args:
         compiled: the compiled plan of the state.
@@ -240,7 +255,11 @@ def restore_in_flight(
 
 
 def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of an array in flight; None if this plan does not know them."""
+    """Returns the shape and type of an array in flight; None if this plan does not know them.
+
+    The residuals of a micro-batch depend on the plan under which its forward ran. After a change of
+    plan, and with replicas (which work on slices), only their bytes are known.
+    """
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
         return compiled.row_programs.known_shape(value)

@@ -6,9 +6,9 @@ Each new content is called a generation. It is a folder inside the folder:
     generation-000005.draft/   the next one, while it is written and forced to the disk
 
 A rename makes a draft the newest generation, and then the older generation is deleted. A rename is
-atomic, so the newest generation is whole whenever a process dies. If something cannot be deleted, a
-warning is logged, and the next save tries again to delete it. Files with other names do not belong
-to jvpipe and are left alone.
+atomic: it happens entirely or not at all. So the newest generation is whole, even if a process dies
+at any moment. If something cannot be deleted, a warning is logged, and the next save tries again to
+delete it. Files with other names do not belong to jvpipe and are left alone.
 """
 
 import hashlib
@@ -45,7 +45,10 @@ def newest(folder: Path) -> Path | None:
 
 @contextmanager
 def draft(folder: Path) -> Iterator[Path]:
-    """Yields a path for a draft, which becomes the next generation if there is no error inside."""
+    """Yields a path for a draft, which becomes the next generation when the context ends.
+
+    If the code inside the context raises an error, the draft is deleted.
+    """
     drafted = begin_draft(folder)
     try:
         yield drafted
@@ -56,10 +59,14 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def begin_draft(folder: Path) -> Path:
-    """Returns a path for a draft in a folder, after deleting the drafts of killed processes."""
+    """Returns a path for a draft, which the caller makes.
+
+    First makes the folder, and deletes what killed processes have left there: drafts, and all
+    generations but the newest.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder, newest(folder))
-    # Folders that could not be deleted still count, so that no two folders get the same number.
+    # Leftovers that could not be deleted are counted too, so that no two folders get one number.
     numbers = map(_number, filter(_is_ours, folder.iterdir()))
     return folder / f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_DRAFT}"
 
@@ -72,8 +79,9 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
         digests: the digests of some files, by name, if they were computed before.
     """
     generation = drafted.with_name(drafted.name.removesuffix(_DRAFT))
-    # The files are forced to the disk before the rename, and the new name after it. So a generation
-    # that is found after a crash has all of its files.
+    # A system that crashes may lose what was written last. So the files are forced to the disk
+    # before the rename, and the new name after it. A generation that is found after a crash then
+    # has all of its files.
     _seal(drafted, digests or {})
     drafted.rename(generation)
     sync(generation.parent)
@@ -81,7 +89,7 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
 
 
 def drop_draft(drafted: Path) -> None:
-    """Deletes a draft that will not become a generation."""
+    """Deletes a draft that will not become a generation; the newest generation stays."""
     _sweep(drafted.parent, newest(drafted.parent))
 
 
@@ -113,7 +121,8 @@ def delete(folder: Path) -> None:
             raise OSError("it is a link")
         if not any(map(_is_ours, folder.iterdir())):
             return
-        # A generation that is only partly deleted must not look whole, so all are renamed first.
+        # If the process dies while a generation is being deleted, the rest must not look like a
+        # generation. So all are renamed first.
         for generation in _all(folder):
             generation.rename(generation.with_name(generation.name + ".deleted"))
         _sweep(folder, None)

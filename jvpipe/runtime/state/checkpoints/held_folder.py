@@ -1,4 +1,8 @@
-"""Locks the folder of a run, so that no other run writes checkpoints there."""
+"""Locks the folder of a run, so that no other run writes checkpoints there.
+
+The lock is on the folder itself (`flock`). A file in the folder, the holder, names the process that
+has the lock. It is only for messages.
+"""
 
 import fcntl
 import os
@@ -39,7 +43,8 @@ def held_folder(path: Path, holder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # `descriptor` finds the folder even if it was moved
+            # The folder may have been moved meanwhile. `descriptor` still refers to it.
+            with suppress(OSError):
                 os.unlink(holder.name, dir_fd=descriptor)
             with suppress(OSError):  # `rmdir` refuses a folder that is not empty
                 for folder in new_folders if place_of(path) == place else ():
@@ -75,15 +80,18 @@ def _write_holder(path: Path, descriptor: int, holder: Path) -> None:
     before = os.fstat(descriptor)
     process = f"process {os.getpid()}, started by {os.getppid()}"
     replace_bytes(holder, f"{process}, on {gethostname()}".encode())
-    # Writing the file has changed the folder's modification time, which several hosts compare to
-    # check that they see the same folder. Other hosts may still see the old time for a while, and
-    # would then conclude that the folders differ. So the old time is restored.
+    # Several hosts compare the folder's modification time, to check that they see the same folder.
+    # Writing the file has changed this time. Other hosts may see the old time for a while longer,
+    # and would then conclude that the folders differ. So the old time is restored.
     with suppress(OSError):
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _named(holder: Path) -> str:
-    """Describes the process that has locked a folder, in brackets; empty if it is not known."""
+    """Returns the description of the process that has locked a folder, in brackets.
+
+    The text is empty if the process is not known.
+    """
     with suppress(OSError):
         text = holder.read_bytes()[:200].decode(errors="replace")
         return f" ({text})" if text.isprintable() else ""

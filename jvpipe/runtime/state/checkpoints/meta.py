@@ -1,9 +1,9 @@
 """Checks the entries of a checkpoint's `meta.json` before they are used.
 
 A checkpoint comes from outside the program, so any entry may be wrong. Each is compared with a
-pattern (`jvpipe.util.pattern`), and an error names the first wrong entry. The patterns describe the
-format. New entries must be optional (their names end with "?"), because older checkpoints must
-still match.
+pattern (`jvpipe.util.pattern`), and an error names the first wrong entry. The patterns are also the
+description of the format. An entry that is added later must be optional (its name ends with "?"),
+because older checkpoints must still match.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_o
 _WHERE = "meta.json"
 _COUNT = whole_in(0, 2**31 - 1)
 _ANY = whole_in(-LARGEST)
-"""Any integer. In the ledger of versions, micro-batches count from the start of a step, so those of
-earlier steps are negative. Versions are counted in the same way."""
+"""Any integer, for micro-batches and versions of weights in the ledger of versions. They are
+counted from the start of a step, so those of earlier steps are negative."""
 _USE = (
     one_of_texts((Kind.F, Kind.B, Kind.U)),
     _COUNT,
@@ -29,8 +29,12 @@ _USE = (
     [(_COUNT, _ANY)],
     _ANY,
 )
-"""A use in the ledger of versions: kind, layer, micro-batch, version, tied versions, shift."""
+"""An entry of the ledger of versions (`Use`): kind, layer, micro-batch, version, tied versions,
+shift."""
+# A run has the uses of a step, and what to add to their micro-batches and versions. None stands for
+# a drain (`versions.py`).
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
+# The arrays by kind; the arrays that need a conversion (`Packed`); and the arrays of each part.
 _ARRAYS = {
     "kinds": [str],
     "keys": [(str, str, one_of_texts(IMPLEMENTATIONS))],
@@ -40,7 +44,7 @@ _ARRAYS = {
 
 
 def _plan(where: str, data: Any) -> None:
-    """Raises ValueError unless data are a plan, as `Plan.to_json` writes it."""
+    """Raises ValueError unless data are a plan, as `Plan.to_json` writes it. Used as a pattern."""
     try:
         Plan.from_json(data)
     except ValueError as problem:
@@ -48,7 +52,10 @@ def _plan(where: str, data: Any) -> None:
 
 
 def _binding(where: str, data: Any) -> None:
-    """Raises ValueError unless data begin with the entries of `Saving._binding`."""
+    """Raises ValueError unless data begin with the five entries that `Saving._binding` always has.
+
+    They are the options of the schedule, cuts, splits, fates of stages, and micro-batches per step.
+    """
     compare(where, data, [anything])
     first_five = ({str: anything}, [_COUNT], [_COUNT], [{str: str}], _COUNT)
     compare(where, data[:5], first_five)
@@ -57,9 +64,10 @@ def _binding(where: str, data: Any) -> None:
 
 
 _FLIGHT = {
-    "steps": whole_in(1, 2**31 - 1),
-    "bound_to": _binding,
+    "steps": whole_in(1, 2**31 - 1),  # how many steps the stream has had
+    "bound_to": _binding,  # what must be the same when the state is restored
     "legs": [(_COUNT, _plan)],  # the plans of the stream, each with its first micro-batch
+    # Older checkpoints have only the list of runs.
     "versions": either(lambda data: isinstance(data, list), _VERSIONS["runs"], _VERSIONS),
 }
 _STATE = {
@@ -72,7 +80,7 @@ _STATE = {
     "extra": {str: anything},
     "flight?": _FLIGHT,
     "kinds": [one_of_texts(("parameter", "optimizer", "state", "flight"))],
-    **{f"{name}?": anything for name in ("keys", "raw", "parts")},
+    **{f"{name}?": anything for name in ("keys", "raw", "parts")},  # see `check_array_table`
 }
 
 
@@ -118,7 +126,7 @@ def _check_flight(flight: Mapping[str, Any], step: int) -> None:
         raise ValueError(
             f"{_WHERE}: {steps} steps under {len(legs)} plans are in flight at step {step}"
         )
-    # All plans of a stream have the same layers.
+    # Every plan of a stream has all layers, so the last one tells how many there are.
     layers = sum(Plan.from_json(legs[-1][1]).cuts)
     versions = flight["versions"]
     runs = versions if isinstance(versions, list) else versions["runs"]

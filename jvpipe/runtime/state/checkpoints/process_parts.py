@@ -1,12 +1,14 @@
 """Checkpoints of several processes: each writes a part, and the first makes the generation.
 
-A generation is the whole content of a checkpoint (`generations.py`). Each line shows what a process
-writes, from left to right. At each bar, the processes wait for each other:
+A generation is the folder with the whole content of a checkpoint, and a draft is a generation that
+is still being written (`generations.py`). Each line shows what a process writes; time runs to the
+right. At each bar, the processes wait for each other:
 
     process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
     process 1          |  part-0001.safetensors  |                                                  |
 
-If one process fails, all processes raise an error, and the older generation stays.
+If one process fails, all processes raise an error. As the draft has its final name only at the end,
+the older generation then stays.
 """
 
 import json
@@ -32,7 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Part:
-    """The description of a part, which the process that wrote the part sends to the others."""
+    """The description of a part, which the process that wrote the part sends to the others.
+
+    `bytes` is the size of its file. `keys` and `raw` are those of `array_file.Packed`.
+    """
 
     file: str
     bytes: int
@@ -113,7 +118,7 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
     Raises:
         ValueError: a part is not in the folder that the first process sees.
     """
-    # The first process finds all parts only if the path is the same folder in all processes.
+    # A part is missing here if its process sees another folder under this path.
     for process, part in enumerate(parts):
         file = draft / part.file
         if not file.is_file() or file.stat().st_size != part.bytes:
@@ -125,8 +130,8 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
         "parts": {part.file: array_file.names_in(draft / part.file) for part in parts},
     }
     (draft / META).write_text(json.dumps(content))
-    # Each process has computed the digest of its own part while the part was still in the system's
-    # cache. So the first process need not read whole parts.
+    # Each process has computed the digest of its own part right after writing it, when the system
+    # still had it in memory. So the first process need not read the parts.
     generations.finish_draft(draft, {part.file: part.digest for part in parts})
 
 
@@ -146,7 +151,7 @@ def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
         path: a folder that all processes see.
 
     Raises:
-        ValueError: there is no checkpoint, or other processes find a different one.
+        ValueError: there is no checkpoint, or some processes find different ones.
         DamageError: the checkpoint has changed since it was saved.
     """
     saved = read_together(hosts, partial(open_checkpoint, path))
@@ -159,7 +164,7 @@ def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
 
 
 def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
-    """Calls a function that reads a checkpoint; if one process finds damage, all raise its error.
+    """Calls a function that reads a checkpoint; if one process finds damage, all raise an error.
 
     Args:
         hosts: the processes, if there are several.

@@ -1,8 +1,10 @@
 """Translates states to the contents of checkpoints, and back.
 
-Micro-batches are in flight if their forwards ran and their backwards did not. A state at rest has
-none. Its arrays are saved by path, so it fits any cuts. A state in flight is saved with the names
-of its buffers, so it fits only the same schedule and plan.
+A micro-batch is in flight if its forward has run and its backward has not. A state at rest has no
+micro-batch in flight. Its arrays are saved under their paths in the parameters, the optimizer's
+state and the model state. So it fits any cuts. A state in flight also has arrays that exist only
+under its schedule and plan, such as residuals (what a forward leaves for its backward). Its arrays
+are also saved under the names of their buffers. So they fit only the same schedule and plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,8 +84,8 @@ class Saving:
         Args:
             stream_steps: how many steps the saved stream has had; 0 at rest.
         """
-        # In flight, each buffer is saved under its own name. At rest, all copies of an array have
-        # the name of its leaf.
+        # In flight, each buffer has an array of its own under the kind flight. At rest, an array
+        # that lies at several places is saved once. Constants are not saved: the trace has them.
         devices = self.compiled.devices
         spots = names_of(self.compiled, stream_steps)
         here = [spot for spot in spots if is_own(devices[spot.place])]
@@ -133,7 +135,7 @@ class Saving:
         return meta
 
     def leaves(self, path: str | Path, arrays: Arrays) -> dict[Name, Leaf]:
-        """Returns leaves, by name, for the saved arrays that were read.
+        """Returns a leaf, which puts an array on a device, for each saved array that was read.
 
         Args:
             path: the path of the checkpoint, for the message.
@@ -191,7 +193,8 @@ class Saving:
             fates,
             self.microbatches,
         ]
-        # Only plans that need these entries get them, so other plans match their older checkpoints.
+        # These entries are newer than the others. Plans that do not need them do not get them, so
+        # that they match their older checkpoints.
         if plan.replicated:
             binding.append(list(plan.replicas))
         states = [dict(stage.state_fates) for stage in plan.stages]
@@ -223,7 +226,7 @@ def checkpoint_plan(path: str | Path) -> Plan | None:
 
 
 def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the words of a saved run's key."""
+    """Returns the words of a saved run's random key: its integers."""
     return None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
 
 
@@ -237,7 +240,7 @@ def saved_inputs(
         meta: the content of its `meta.json`.
 
     Raises:
-        ValueError: the checkpoint does not have the containers of one of the trees.
+        ValueError: the checkpoint lacks the containers of a tree, or they cannot be made here.
     """
     shapes = meta["shapes"]
     unknown = [name for name, shape in shapes.items() if shape is None]

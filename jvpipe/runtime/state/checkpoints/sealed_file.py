@@ -1,4 +1,7 @@
-"""Sealed files: JSON files with a digest of their content, which reveals a change by hand."""
+"""Sealed files: JSON files with a digest of their content, which reveals whether they were edited.
+
+The digest has no secret, so it protects against mistakes, and not against forgery.
+"""
 
 import hashlib
 import json

@@ -1,10 +1,11 @@
 """Pytrees of shapes as JSON, so that a checkpoint has the shapes and containers of its model.
 
-Dicts with string keys, lists and tuples are written as such. Any other container is written as the
+A state can then be restored before `init` was called: the loss is traced with these shapes. Dicts
+with string keys, lists and tuples are written as such. Any other container is written as the
 name of its class, its children and its node data. Node data are what JAX keeps of a container
 besides its children, such as keys and static fields. If they are not plain values, the tree is not
-written. Reading imports no modules, so that a checkpoint cannot run code. The class of a container
-must therefore have been imported.
+written. Reading imports no modules, because importing runs code, and a checkpoint must not choose
+which. So the class of a container must have been imported before.
 """
 
 import sys
@@ -123,7 +124,8 @@ def _dump(tree: Tree) -> Any:
         return {"dict": {k: _dump(v) for k, v in tree.items()}}
     if kind in (list, tuple):
         return {kind.__name__: [_dump(v) for v in tree]}
-    # `is_leaf` stops at the children, so only the top level is flattened. A leaf has no node data.
+    # `is_leaf` is true for all but the tree itself, so only the top level is flattened. If the tree
+    # is a leaf, there are no node data.
     children, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
     node_data = structure.node_data()
     if node_data is not None:
@@ -161,7 +163,10 @@ def _plain(dumped: Any) -> Any:
 
 
 def _class(name: str) -> type:
-    """Returns the class of a name. Its module must have been imported, as none is imported here."""
+    """Returns the class with a name, `module:class`, from the modules that were imported before.
+
+    Raises ValueError if no such class is found.
+    """
     module, _, inside = name.partition(":")
     try:
         container = attrgetter(inside)(sys.modules[module])
