@@ -57,6 +57,24 @@ def test_a_draft_that_fails_leaves_what_there_was(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_new_name_that_is_not_forced_to_the_disk_leaves_what_there_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "old")
+    force = generations.sync
+
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError("no room")
+        force(path)
+
+    monkeypatch.setattr(generations, "sync", sync)
+    with pytest.raises(OSError, match="no room"):
+        write(tmp_path, "new")
+    assert read(tmp_path) == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("damage", ["flip", "tear", "remove", "digest", "no digests"])
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     write(tmp_path, "old")

@@ -84,7 +84,11 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
     # has all of its files.
     _seal(drafted, digests or {})
     drafted.rename(generation)
-    sync(generation.parent)
+    try:
+        sync(generation.parent)
+    except OSError:
+        generation.rename(drafted)  # so that dropping the draft leaves the older generation
+        raise
     _sweep(generation.parent, generation)
 
 
