@@ -1,12 +1,16 @@
 """The options of a layer: ways to treat the values that its backward needs from its forward.
 
 A candidate is a value that is worth keeping. It is kept, swapped to the host and back, or
-recomputed in the backward. Elementwise values are always recomputed. Options are compared by four
-numbers: bytes kept, bytes swapped, and the backward's extra seconds and extra bytes. One option
-beats another if it is better in at least one number and worse in none. The options that no other
-beats are the frontier, which need not be convex. If the frontier has more options than a layer may
-have (`OPTIONS.options`), `_thinned` chooses among them: first the best options at various prices of
-kept and of swapped bytes, then the options that are farthest from all chosen ones.
+recomputed in the backward. Elementwise values are always recomputed. If the model recomputes only
+whole layers, a layer's candidates are all kept or swapped, or its forward runs again and yields all
+of them.
+
+Options are compared by four numbers: bytes kept, bytes swapped, and the backward's extra seconds
+and extra bytes. One option beats another if it is better in at least one number and worse in none.
+The options that no other beats are the frontier, which need not be convex. If the frontier has more
+options than a layer may have (`OPTIONS.options`), `_thinned` chooses among them: first the best
+options at various prices of kept and of swapped bytes, then the options that are farthest from all
+chosen ones.
 """
 
 from collections.abc import Iterable, Sequence
