@@ -235,7 +235,7 @@ class FateSearch:
         """
         query = self.query
         at = self.growth.at
-        taken, choices = fewest_bytes(self.pricing, query.lot, exact=False)
+        taken, choices, _ = fewest_bytes(self.pricing, query.lot, exact=False)
         swapped = float(self.growth.table.swapped_bytes[at, choices].sum())
         if taken > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, 0.0)
