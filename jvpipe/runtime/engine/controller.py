@@ -224,7 +224,13 @@ class Controller:
         """Tells the monitor and the transport that a step begins."""
         self._step = at.step
         if self.monitor is not None:
-            self.monitor.begin(lowered, instructions, self.ledger.live, named=self.profiled)
+            self.monitor.begin(
+                lowered,
+                instructions,
+                self.ledger.live,
+                named=self.profiled,
+                flows=at.flows,
+            )
         if self.hosts is not None:
             self.hosts.connected.begin()
 
