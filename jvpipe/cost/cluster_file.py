@@ -283,7 +283,7 @@ class _Table:
             key: the key of the number.
             default: the number if the key is missing; a default may be infinite. None if the key
                 must be there.
-            zero: whether the number may be 0: a time or a share may be 0, a rate may not.
+            zero: whether the number may be 0: a time or a share may be 0, a rate is at least 1.
         """
         if default is not None and key not in self.entries:
             return default
@@ -295,6 +295,8 @@ class _Table:
             raise self.wrong(key, f"must be a finite number {least}, not {brief(value)}")
         if zero and value > MOST_S:
             raise self.wrong(key, f"must be at most {MOST_S:.0e}, not {brief(value)}")
+        if not zero and value < 1:
+            raise self.wrong(key, f"must be at least 1, not {brief(value)}")
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:

@@ -165,6 +165,11 @@ def test_a_file_of_a_few_lines(tmp_path: Path) -> None:
             "latency_s = 1e300",
             r"lab.toml:16: host.latency_s must be at most 1e\+12, not 1e\+300",
         ),
+        (
+            "bytes_per_s = 1e11",
+            "bytes_per_s = 1e-300",
+            r"lab.toml:19: peer.bytes_per_s must be at least 1, not 1e-300",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_file_line_and_field(
