@@ -28,6 +28,7 @@ from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.ir.span import Span
+from jvpipe.ir.values import NEVER
 from jvpipe.runtime.engine.binding import Instruction
 from jvpipe.runtime.engine.record import WATCHED, Reading, Record
 from jvpipe.util.devices import Device
@@ -342,7 +343,7 @@ class Monitor:
             args["bytes"] = sum(record.lowered.buffers[b].bytes for b in row.writes)
         # In a stream, micro-batches of earlier steps have negative numbers. Everybody else counts
         # them from the start of their own step.
-        if m < 0 and record.flows and row.kind is not Kind.LOSS:
+        if m < 0 and record.flows and m != NEVER:
             step, m = divmod(m, self._microbatches)
             args |= {"microbatch": m, "steps_ago": -step}
         return Span(
