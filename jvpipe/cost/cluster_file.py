@@ -47,8 +47,15 @@ from typing import Any
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.presets import PRESETS
 from jvpipe.cost.tiling import Tiling
+from jvpipe.util.brief import brief
 from jvpipe.util.names import did_you_mean
-from jvpipe.util.sizes import parse_bytes
+from jvpipe.util.sizes import MOST_S, parse_bytes
+
+MOST_DEVICES = 1_000_000
+"""The largest number of devices, machines or cores that a file may have.
+
+Devices are listed one by one, so a mistyped number could fill the memory.
+"""
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:
@@ -84,8 +91,10 @@ def read_cluster(path: Path) -> Cluster:
     try:
         text = path.read_text()
         table = _Table(path, text, tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of letters that are not UTF-8, and of too many digits
         raise ValueError(f"{path} is not TOML: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{path} is not TOML: it is nested too deeply") from None
     table.know(
         "name devices_per_machine machines networks peer_uses_host host_memory_bytes "
         "device devices host peer network"
@@ -95,6 +104,12 @@ def read_cluster(path: Path) -> Cluster:
     # Without devices_per_machine, the devices of a list are spread evenly over the machines.
     default = max(1, len(devices) // machines) if devices else None
     per_machine = table.count("devices_per_machine", default)
+    if per_machine * machines > MOST_DEVICES:
+        raise table.wrong(
+            "machines",
+            f"times devices_per_machine is {per_machine * machines} devices: "
+            f"at most {MOST_DEVICES} can be planned",
+        )
     if devices and len(devices) != per_machine * machines:
         there = f"{machines} x {per_machine} = {per_machine * machines}"
         raise table.wrong(
@@ -268,7 +283,7 @@ class _Table:
             key: the key of the number.
             default: the number if the key is missing; a default may be infinite. None if the key
                 must be there.
-            zero: whether the number may be 0: a time or a share may be 0, a rate may not.
+            zero: whether the number may be 0: a time or a share may be 0, a rate is at least 1.
         """
         if default is not None and key not in self.entries:
             return default
@@ -277,16 +292,22 @@ class _Table:
         # NaN is neither above 0 nor 0.
         if not number or not (0 < value <= sys.float_info.max or (zero and value == 0)):
             least = "of at least 0" if zero else "above 0"
-            raise self.wrong(key, f"must be a finite number {least}, not {value!r}")
+            raise self.wrong(key, f"must be a finite number {least}, not {brief(value)}")
+        if zero and value > MOST_S:
+            raise self.wrong(key, f"must be at most {MOST_S:.0e}, not {brief(value)}")
+        if not zero and value < 1:
+            raise self.wrong(key, f"must be at least 1, not {brief(value)}")
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Reads a whole number of at least 1; `default` is the number if the key is missing."""
+        """Reads a whole number from 1 to `MOST_DEVICES`; `default` if the key is missing."""
         if default is not None and key not in self.entries:
             return default
         value = self.value(key, "a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, f"must be a whole number of at least 1, not {value!r}")
+            raise self.wrong(key, f"must be a whole number of at least 1, not {brief(value)}")
+        if value > MOST_DEVICES:
+            raise self.wrong(key, f"must be at most {MOST_DEVICES}, not {brief(value)}")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -297,7 +318,7 @@ class _Table:
         with suppress(ValueError):
             if size := parse_bytes(value):
                 return size
-        raise self.wrong(key, f"must be bytes, or a text such as '16GiB', not {value!r}")
+        raise self.wrong(key, f"must be bytes, or a text such as '16GiB', not {brief(value)}")
 
     def flag(self, key: str, default: bool) -> bool:
         """Reads whether something holds; `default` if the key is missing."""

@@ -171,7 +171,8 @@ class Row:
 
     `reads`, `writes` and `frees` are numbers of buffers in the buffer table. A buffer that is both
     read and written is updated in place. The buffers in `frees` are freed after the row. If a row
-    belongs to no stage, layer or micro-batch, that field is -1. `place` is where the row runs. A
+    belongs to no stage, layer or micro-batch, that field is -1; in a stream, where micro-batches of
+    earlier steps are below 0, a row of no micro-batch has `NEVER`. `place` is where the row runs. A
     copy between places is one row: it runs at its source and writes a buffer at its target.
 
     >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))

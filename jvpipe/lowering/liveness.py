@@ -12,7 +12,7 @@ that writes it, unless it exists before the step. It ends with the row that free
 needs a buffer longer, it lets a later row touch the buffer.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jvpipe.ir.buffers import Buffer, Lowered
@@ -83,30 +83,16 @@ def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
     return result
 
 
-def renumbered(rows: Iterable[Row], ids: Mapping[int, int], microbatches: int = 0) -> list[Row]:
-    """Returns the rows with new numbers of buffers and of micro-batches.
+def renumbered(rows: Iterable[Row], ids: Mapping[int, int]) -> Iterator[Row]:
+    """Yields the rows with new numbers of buffers.
 
     Args:
         rows: the rows to renumber.
         ids: the new number of each buffer that the rows touch.
-        microbatches: the micro-batch that becomes number 0.
     """
 
     def new(buffers: Iterable[int]) -> tuple[int, ...]:
         return tuple(ids[buffer] for buffer in buffers)
 
-    result = []
     for row in rows:
-        m = row.microbatch
-        if m >= 0:  # NONE is not shifted
-            m -= microbatches
-        result.append(
-            replace(
-                row,
-                microbatch=m,
-                reads=new(row.reads),
-                writes=new(row.writes),
-                frees=new(row.frees),
-            )
-        )
-    return result
+        yield replace(row, reads=new(row.reads), writes=new(row.writes), frees=new(row.frees))

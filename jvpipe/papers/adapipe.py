@@ -13,7 +13,7 @@ The first program (`knapsack.py`) finds b for every stage and segment (consecuti
 second program goes from the last stage to the first. For each layer at which stage s may begin, it
 keeps the cuts of stages s to p - 1 that make T_s least:
 
-    T_s = W_s + E_s + (n - p) M_s
+    T_s = W_s + E_s + max(0, n - p) M_s
     W_s = f_s + max(W_{s+1} + b_{s+1} + c_{s+1}, (p - s - 1) f_s)    warm-up
     E_s = b_s + max(E_{s+1} + f_{s+1} + c_{s+1}, (p - s - 1) b_s)    ending
     M_s = max(M_{s+1}, f_s + b_s)                                    a step of the steady phase
@@ -87,8 +87,7 @@ def try_adapipe(problem: Problem) -> Decision | None:
     """Plans under the problem's own limit; None if nothing fits."""
     segments = Segments(problem)
     recomputation = Recomputation(segments)
-    n = len(problem.costs.layers)
-    suffixes = [Suffix.empty(n)]
+    suffixes = [Suffix.empty(len(problem.costs.layers))]
     for s in reversed(range(problem.stages)):
         # Stage s needs only the suffix after it, so one pass from the last stage is enough.
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
@@ -112,7 +111,7 @@ def _before(
     """Finds the best stages s to p - 1, given the best later ones: a step of the program."""
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1
-    steady_steps = max(0, problem.microbatches - problem.stages)
+    steady_steps = max(0, problem.microbatches - problem.stages)  # max(0, n - p)
     suffix = Suffix(*(np.full_like(column, np.inf) for column in after))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():

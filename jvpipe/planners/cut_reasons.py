@@ -1,16 +1,17 @@
 """Explains the place of each cut: what would happen if the cut were one layer later.
 
 Then the first layer of a stage would be the last one of the stage before. `_reason` gives the first
-reason that applies: the layer may not move, the stage before would exceed its memory limit, or one
-of the two stages would take longer. Otherwise `_reason` says that the planner chose so. Further
-reasons may be added there.
+reason that applies: the layer may not move, the stage before would exceed its memory limit, or the
+slower of the two stages would take longer. Otherwise `_reason` says that the planner chose so. If
+devices have several stages, the seconds and bytes are those of devices. Further reasons may be
+added there.
 """
 
 from collections.abc import Sequence
 
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, evaluate_decision, stage_cost
-from jvpipe.util.sizes import format_bytes
+from jvpipe.util.sizes import ROUNDING, format_bytes
 
 
 def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
@@ -78,23 +79,34 @@ def _reason(
     moved = [*stages[: s - 1], before, *stages[s:]]
     if problem.places[s] == place:  # the device keeps the layer, in its other stage
         moved[s] = stage_cost(problem, s, j + 1, k, choices)
+    several = problem.schedule.chunks > 1
+    who, other = f"stage {s - 1}", f"stage {s}"
+    if several:
+        who, other = problem.name_of(s - 1), problem.name_of(s)
     held_bytes = device_bytes(problem, moved)[place]
     if limit is not None and held_bytes > limit:
-        who = f"stage {s - 1}" if problem.schedule.chunks == 1 else problem.name_of(s - 1)
         size = format_bytes(held_bytes)
         allowed = format_bytes(limit)
         return head + f"{who} would hold {size} with it, the limit is {allowed}"
-    moved_ms = 1e3 * before.seconds
-    slowest_s = max(stage.seconds for stage in stages)
-    if before.seconds > slowest_s:
+    now_s = _busy_s(problem, stages)
+    moved_s = _busy_s(problem, moved)[place]
+    moved_ms = 1e3 * moved_s
+    longer_s = moved_s * (1 - ROUNDING)
+    slowest_s = max(now_s)
+    if longer_s > slowest_s:
         return head + (
-            f"stage {s - 1} would take {moved_ms:.2f} ms with it, more than the slowest stage's "
-            f"{1e3 * slowest_s:.2f} ms"
+            f"{who} would take {moved_ms:.2f} ms with it, more than the slowest "
+            f"{'device' if several else 'stage'}'s {1e3 * slowest_s:.2f} ms"
         )
-    larger_s = max(stages[s].seconds, stages[s - 1].seconds)
-    if before.seconds > larger_s:
-        return head + f"the larger of stages {s - 1} and {s} would grow to {moved_ms:.2f} ms"
+    if longer_s > max(now_s[place], now_s[problem.places[s]]):
+        return head + f"the slower of {who} and {other} would take {moved_ms:.2f} ms"
     # Only a simulation would show whether the step would be longer.
-    return (
-        f"{head}the planner chose so: stage {s - 1} could hold it, and would take {moved_ms:.2f} ms"
-    )
+    return f"{head}the planner chose so: {who} could hold it, and would take {moved_ms:.2f} ms"
+
+
+def _busy_s(problem: Problem, stages: Sequence[StageCost]) -> list[float]:
+    """Adds up the seconds per micro-batch of each device's stages, which take turns."""
+    busy_s = [0.0] * problem.devices
+    for place, stage in zip(problem.places, stages, strict=True):
+        busy_s[place] += stage.seconds
+    return busy_s

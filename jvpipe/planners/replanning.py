@@ -24,6 +24,7 @@ has the thresholds.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,18 +37,23 @@ from jvpipe.util.sizes import ROUNDING
 
 
 def cuts_at_speeds(
-    layer_s: Sequence[float], slowness: Sequence[float], fixed_s: Sequence[float] = ()
+    layer_s: Sequence[float],
+    slowness: Sequence[float],
+    fixed_s: Sequence[float] = (),
+    places: Sequence[int] = (),
 ) -> list[int]:
     """Finds the layers per stage whose slowest stage is fastest, and then with the least sum.
 
     It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds the
     least seconds of the slowest stage; the second finds the least sum of all stages if none may
-    take longer. If devices have several stages, equally slow stages make equally slow devices.
+    take longer. If devices have several stages, bounds then move one at a time until no move makes
+    the slowest devices faster.
 
     Args:
         layer_s: the seconds of each layer on a device that is not slow.
         slowness: how many times longer each stage's device takes.
         fixed_s: the seconds of each stage that do not depend on its layers.
+        places: the device of each stage; empty if each stage has its own.
 
     >>> cuts_at_speeds([1.0] * 6, [1.0, 1.0]), cuts_at_speeds([1.0] * 6, [1.0, 2.0])
     ([3, 3], [4, 2])
@@ -65,7 +71,38 @@ def cuts_at_speeds(
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
     assert bounds is not None, "there are as many layers as stages need"
+    if len(set(places)) < len(places):
+        bounds = _balanced(bounds, stages, places)
     return np.diff(bounds).tolist()
+
+
+def _balanced(
+    bounds: tuple[int, ...],
+    stages: Sequence[np.ndarray],
+    places: Sequence[int],
+) -> tuple[int, ...]:
+    """Moves bounds one at a time until no move makes the slowest devices faster.
+
+    Args:
+        bounds: of the stages.
+        stages: for each stage, its seconds by its first layer and the layer after its last.
+        places: the device of each stage.
+    """
+
+    def slowest_first(bounds: tuple[int, ...]) -> list[float]:
+        ends = zip(stages, pairwise(bounds), strict=True)
+        return sorted(np.bincount(places, [s[span] for s, span in ends]), reverse=True)
+
+    while True:
+        moved = [
+            (*bounds[:s], at, *bounds[s + 1 :])
+            for s in range(1, len(stages))
+            for at in range(bounds[s - 1] + 1, bounds[s + 1])
+        ]
+        best = min(moved, key=slowest_first)
+        if slowest_first(best) >= slowest_first(bounds):
+            return bounds
+        bounds = best
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +293,7 @@ class Trigger:
         # Even a step as short as the lower bound may gain too little.
         if now_s - least_s <= now_s * needed_gain:
             return None
-        cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
+        cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s, places.tolist()))
         goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
         if goes_home:
             cuts = self.home.cuts

@@ -73,14 +73,16 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     # If the edges run in a cycle, the message names the line of one of them.
     lines = {ends: edge.place.line for ends, edge in edges.items()}
     order = topological_order(nodes, lines, file)
-    link = Link(_bytes_per_s(edges.values()))
+    rates = _rates(edges.values())
+    link = Link(statistics.median(rates) if rates else _BYTES_PER_S)
+    whose = "of this file's edges" if rates else "that are assumed without edges of cost and size"
     for edge in edges.values():
         # A comparison with NaN is false, so `not ... <=` refuses NaN, too.
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
             milliseconds = 1e3 * edge.seconds
             raise edge.place.wrong(
                 f"the field cost is {milliseconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
-                f"per second of this file's edges, that is more than {MOST_BYTES} bytes"
+                f"per second {whose}, that is more than {MOST_BYTES} bytes"
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
     costs = operator_costs([nodes[node] for node in order], seconds, link)
@@ -145,11 +147,6 @@ def _edges(
     return edges
 
 
-def _bytes_per_s(edges: Iterable[_Edge]) -> float:
-    """Returns the median rate of the edges in bytes per second; `_BYTES_PER_S` if none has a rate.
-
-    An edge without bytes or without seconds has no rate.
-    """
-    real = [edge for edge in edges if edge.bytes and edge.seconds]
-    rates = [edge.bytes / edge.seconds for edge in real]
-    return statistics.median(rates) if rates else _BYTES_PER_S
+def _rates(edges: Iterable[_Edge]) -> list[float]:
+    """Lists the rates of the edges that have both bytes and seconds, in bytes per second."""
+    return [edge.bytes / edge.seconds for edge in edges if edge.bytes and edge.seconds]

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.ir.plan import Fate
 from jvpipe.profiles.graph_parts import GraphFile, flaw, topological_order, wrong
+from jvpipe.util.brief import brief
 
 _log = logging.getLogger("jvpipe")
-_NODE = re.compile(r"node([0-9]+)")
+_NODE = re.compile(r"node([0-9]{1,18})")
 _STAGE = re.compile(r" -- stage_id=\S*$")  # at the end of a node's line
 _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,]*)")  # a value may be a list, [a; b]
 _INPUT = re.compile(r"Input[0-9]*")
@@ -110,7 +111,7 @@ def _read_node(
     matched = _NODE.fullmatch(name.strip())
     if matched is None:
         starts = "a line starts with `node` and a number (or with white space, if it is an edge)"
-        raise wrong(file, line, f"{starts}, not {name!r}")
+        raise wrong(file, line, f"{starts}, not {brief(name)}")
     description, _, numbers = _STAGE.sub("", rest).rpartition(" -- ")
     fields = dict(_FIELD.findall(numbers))
     node = _Node(
@@ -163,7 +164,7 @@ def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:
     """Reads the line of an edge, and returns the numbers of its source and its target."""
     ends = [_NODE.fullmatch(end.strip()) for end in content.split(" -- ")]
     if len(ends) != 2 or ends[0] is None or ends[1] is None:
-        message = f"an indented line is an edge, `nodeA -- nodeB`, not {content!r}"
+        message = f"an indented line is an edge, `nodeA -- nodeB`, not {brief(content)}"
         raise wrong(file, line, message)
     return int(ends[0][1]), int(ends[1][1])
 

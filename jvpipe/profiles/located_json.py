@@ -49,7 +49,7 @@ class Located(dict[str, Any]):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise self.wrong(f"the field {field} is {number!r}, which is not a number")
         if reason := flaw(number):
-            raise self.wrong(f"the field {field} is {number}: it {reason}")
+            raise self.wrong(f"the field {field} is {brief(number)}: it {reason}")
         return float(number)
 
     def count(self, field: str) -> int:
@@ -103,16 +103,22 @@ def parse_located(text: str, file: str) -> Located:
         return located
 
     try:
-        whole = json.loads(text, object_pairs_hook=locate)
+        whole = json.loads(text, object_pairs_hook=locate, parse_int=_whole)
     except json.JSONDecodeError as error:
         raise wrong(file, error.lineno, f"this is not JSON: {error.msg}") from None
-    except ValueError as error:  # a number of more digits than Python reads
-        raise wrong(file, 1, f"this JSON cannot be read: {error}") from None
     except RecursionError:
         raise wrong(file, 1, "this JSON is nested too deeply") from None
     if not isinstance(whole, Located):
         raise wrong(file, 1, "the file must hold a JSON object")
     return whole
+
+
+def _whole(digits: str) -> int | float:
+    """Reads a whole number; one of more digits than Python reads is infinite."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
 
 
 def _lines_as_closed(text: str) -> Iterator[int]:

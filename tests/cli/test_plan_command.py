@@ -408,10 +408,13 @@ def test_numbers_that_nothing_takes_are_refused(
 def test_links_that_never_end_are_refused(
     graph: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    links = "\n".join(f"[{name}]\nbytes_per_s = 1e-320" for name in ("host", "peer"))
+    slow = "bytes_per_s = 1e9\nlatency_s = 1e12"
+    links = "\n".join(f"[{name}]\n{slow}" for name in ("host", "peer"))
     (tmp_path / "slow.toml").write_text(f'devices_per_machine = 4\ndevice = "a100-40gb"\n{links}')
     assert main(["--graph", graph, "--stages", "2", "--hardware", str(tmp_path / "slow.toml")]) == 2
-    assert "links between stages are busy for inf s in 4 micro-batches" in capsys.readouterr().err
+    assert (
+        "links between stages are busy for 1.6e+13 s in 4 micro-batches" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

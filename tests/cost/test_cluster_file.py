@@ -148,6 +148,28 @@ def test_a_file_of_a_few_lines(tmp_path: Path) -> None:
         ),
         ('name = "ours"', "name = 5", r"lab.toml:8: device.name must be a text, not 5"),
         ("machines = 2", "machines = ", r"lab.toml is not TOML: .*line 3"),
+        ("machines = 2", f"machines = {'9' * 5000}", r"lab.toml is not TOML: .* 5000 digits"),
+        ("machines = 2", f"machines = {'[' * 5000}", r"lab.toml is not TOML: .*too deeply"),
+        (
+            "machines = 2",
+            "machines = 2000000",
+            r"lab.toml:3: machines must be at most 1000000, not 2000000",
+        ),
+        (
+            "machines = 2",
+            "machines = 500000",
+            r"lab.toml:3: machines times devices_per_machine is 2000000 devices: at most 1000000",
+        ),
+        (
+            "latency_s = 1e-5",
+            "latency_s = 1e300",
+            r"lab.toml:16: host.latency_s must be at most 1e\+12, not 1e\+300",
+        ),
+        (
+            "bytes_per_s = 1e11",
+            "bytes_per_s = 1e-300",
+            r"lab.toml:19: peer.bytes_per_s must be at least 1, not 1e-300",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_file_line_and_field(

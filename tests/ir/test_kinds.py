@@ -47,7 +47,6 @@ PICKED = {
         "U",
         "R",
         "E",
-        "LOSS",
         "FEED",
         "MOVE",
         "OUT",

@@ -28,7 +28,6 @@ def test_what_the_step_began_with_may_end() -> None:
     assert live(ROWS, BUFFERS, 1, (), [3]).rows[-1].frees == (0, 1)
 
 
-def test_rows_are_renumbered_with_their_micro_batches() -> None:
-    (row,) = renumbered([Row(Kind.U, 0, 0, 0, -1, (1,), (1,))], {1: 7}, microbatches=4)
-    assert (row.microbatch, row.reads, row.writes) == (-1, (7,), (7,)), "of no micro-batch it stays"
-    assert [row.microbatch for row in renumbered(ROWS, {i: i for i in range(4)}, 4)] == [1, 1, 1]
+def test_rows_get_the_new_numbers_of_their_buffers() -> None:
+    (row,) = renumbered([Row(Kind.U, 0, 0, 0, -1, (1,), (1,), (1,))], {1: 7})
+    assert (row.microbatch, row.reads, row.writes, row.frees) == (-1, (7,), (7,), (7,))

@@ -40,3 +40,21 @@ def test_a_cut_that_no_stage_explains_is_told_as_the_planners_choice() -> None:
         "layer 2 (block) goes to stage 1 because the planner chose so: stage 0 could hold it, and "
         "would take 9000.00 ms"
     )
+
+
+def test_where_devices_have_several_stages_the_seconds_are_those_of_devices() -> None:
+    """Stages 0 and 2 are on device 0, stages 1 and 3 on device 1."""
+    problem = chain([LayerCost("block", 1e-3, 2e-3, (Option(0),))] * 8, 4, 4, "interleaved")
+    first, second, third = cut_reasons(problem, Decision.keeping_all((0, 1, 3, 5, 8)))
+    chosen = "the planner chose so: device 0 could hold it, and would take 12.00 ms"
+    assert first.endswith(chosen)
+    assert second.endswith(
+        "device 1 would take 18.00 ms with it, more than the slowest device's 15.00 ms"
+    )
+    assert third.endswith(chosen)
+
+
+def test_a_layer_that_makes_a_stage_slower_than_its_neighbor_stays() -> None:
+    problem = chain([LayerCost("block", 1e-3, 2e-3, (Option(0),))] * 8, 3)
+    first, _ = cut_reasons(problem, Decision.keeping_all((0, 2, 4, 8)))
+    assert first.endswith("because the slower of stage 0 and stage 1 would take 9.00 ms")

@@ -170,7 +170,13 @@ def test_backward_nodes_change_nothing_about_the_order() -> None:
             [node(1), node(2)],
             [edge(1, 2, cost=1e12)],
             {},
-            r"line \d+: the field cost is 1e\+12: at the 1.6e\+10 bytes",
+            r"line \d+: the field cost is 1e\+12: at the 1.6e\+10 bytes per second that are assumed",
+        ),
+        (
+            [node(1), node(2), node(3)],
+            [edge(1, 2, cost=1e12), edge(2, 3, cost=2.0, size=1e9)],
+            {},
+            r"the field cost is 1e\+12: at the 5e\+11 bytes per second of this file's edges",
         ),
         ([node(1)], [], {"maxFPGAs": 0}, "line 1: the field maxFPGAs is 0"),
         (
@@ -198,7 +204,11 @@ def test_what_is_wrong_is_named_with_its_line_and_field(
             '{"maxSizePerFPGA": 1, "maxFPGAs": 1, "nodes": {}}',
             r"g.json, line 1: the field nodes is \{\}: it must be a list",
         ),
-        ('{"a": 1,\n"a": 2}', "g.json, line 1: the field a appears twice"),
+        ('{"a": 1,\n"a": 2}', "^g.json, line 1: the field a appears twice"),
+        (
+            '{"maxFPGAs": 1,\n"maxSizePerFPGA": -' + "9" * 5000 + "}",
+            "^g.json, line 1: the field maxSizePerFPGA is -inf: it must be finite",
+        ),
         ("[" * 10**5, "g.json, line 1: this JSON is nested too deeply"),
     ],
 )

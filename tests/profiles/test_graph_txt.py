@@ -139,6 +139,7 @@ def test_a_description_may_hold_anything_but_the_end_of_a_line() -> None:
             "line 1: parameter_size=.* is not a number: write digits",
         ),
         ([node(1, activation_size="[8.0; 1_0]")], "line 1: activation_size=.* is not a number"),
+        ([node("9" * 5000)], "line 1: a line starts with `node` and a number"),
         ([node("\u0661")], "line 1: a line starts with `node` and a number"),
         ([node(1), node(2), "\tnode1 -- node\u0662"], "line 3: an indented line is an edge"),
         ([node(1, activation_size="[]")], "line 1: activation_size=.* is not a number"),

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jvpipe.runtime.engine.binding import Bound
-from jvpipe.runtime.engine.controller import Controller, Moment
+from jvpipe.runtime.engine.controller import Controller, Moment, describe
 from jvpipe.runtime.engine.failures import StageError
 from jvpipe.runtime.engine.tensors import Ledger
+from tests.lowering.stream.test_lower import M, stream
 from tests.runtime.hand_made import Executable, F, bound
 
 FEEDS = {("batch", 0): [np.array([1.0, 2.0], np.float32)]}
@@ -58,6 +59,15 @@ def test_messages_count_steps_as_their_reader_does() -> None:
     it.first_step = 1
     with pytest.raises(StageError, match=r"^step 4, micro-batch 0: "):
         run(it, bound(Executable(ValueError())))
+
+
+def test_rows_of_a_drain_are_of_the_step_before_and_of_their_micro_batch_if_they_have_one() -> None:
+    rows = [row for row in stream("pipedream").drain(2).lowered.rows if row.layer == 0]
+    assert [describe(row, Moment(2, flows=True), M) for row in rows] == [
+        "step 1, micro-batch 1: stage 0, task 0B1[layer 0], device 0",
+        "step 1, micro-batch 1: stage 0, task 0U1[layer 0], device 0",
+        "step 2: stage 0, task 0SEND[layer 0], device 0",  # the newest version of a tied parameter
+    ]
 
 
 def test_an_interrupt_goes_through_as_it_is() -> None:

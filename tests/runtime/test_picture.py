@@ -110,3 +110,14 @@ def test_micro_batches_of_earlier_steps_of_a_stream_are_named_as_in_their_own_st
         assert span.name.endswith(f"B{span.args['microbatch']}")
     late = {(span.name, span.args["steps_ago"]) for span in backwards if "steps_ago" in span.args}
     assert late == {(f"0B{MICRO - 1}", 1)}
+    updates = [span for picture in pictures for span in picture.spans if span.kind is Kind.U]
+    late = {(span.name, span.args["steps_ago"]) for span in updates if "steps_ago" in span.args}
+    assert late == {(f"0U{MICRO - 1}", 1)}
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_a_drain_is_shown_with_its_step_and_is_no_step(schedule: str) -> None:
+    # Each call of `step` drains the stream.
+    _, pictures = drawn(schedule, steps=2)
+    kinds = [{span.kind for span in picture.spans} for picture in pictures]
+    assert [Kind.F in of_picture for of_picture in kinds] == [True, False, True, False]

@@ -34,3 +34,9 @@ def test_no_cuts_are_better(data: st.DataObject, layer_s: list[float]) -> None:
         bounds.append(bounds[-1] + n)
     assert bounds[-1] == layers
     assert key(tuple(bounds)) == pytest.approx(best)
+
+
+def test_stages_of_a_device_make_up_for_each_other() -> None:
+    # No stage is slower than the second layer. If only that counted, device 1 would take 8 of 10 s.
+    layer_s = [1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert cuts_at_speeds(layer_s, [1.0] * 4, places=(0, 1, 0, 1)) == [1, 1, 4, 1]

@@ -20,7 +20,7 @@ from jvpipe.ir.buffers import Buffer, Copy, Lowered, Spot
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.use import Use
-from jvpipe.ir.values import NONE
+from jvpipe.ir.values import NEVER, NONE
 from jvpipe.lowering.liveness import freeing, last_touches, renumbered
 
 
@@ -144,9 +144,10 @@ class Unrolled:
         staying = {*metrics, *(b for _, b in after)}
         self._check(before, rows, staying)
         microbatches, _ = shift
+        own = [_shifted(row, microbatches) for row in freeing(rows, staying)]
         buffers = [_renamed(self.buffers[b], self._spot(b, n)) for b in ids]
         lowered = Lowered(
-            rows=tuple(renumbered(freeing(rows, staying), ids, -microbatches)),
+            rows=tuple(renumbered(own, ids)),
             buffers=tuple(buffers),
             persistent=len(before),
             final=tuple(ids[b] for _, b in after),
@@ -222,7 +223,7 @@ def dropping(drain: StreamStep, last: StreamStep) -> StreamStep:
                 memory,
                 NONE,
                 NONE,
-                NONE,
+                NEVER,
                 here,
                 (),
                 here,
@@ -236,6 +237,15 @@ def dropping(drain: StreamStep, last: StreamStep) -> StreamStep:
         metrics=tuple(ids[b] for b in old.metrics),
     )
     return StreamStep(lowered, last.after, drain.after, drain.uses)
+
+
+def _shifted(row: Row, microbatches: int) -> Row:
+    """Returns a row whose micro-batch has a number that is larger by `microbatches`.
+
+    A row without a micro-batch gets `NEVER`, because micro-batches of earlier steps are below 0.
+    """
+    m = row.microbatch
+    return replace(row, microbatch=NEVER if m == NONE else m + microbatches)
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:

@@ -176,7 +176,7 @@ class DeviceFates:
         moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
         if lot not in self.known:
-            self.known[lot] = fewest_bytes(self.pricing, lot, exact=True)[1]
+            self.known[lot] = fewest_bytes(self.pricing, lot, exact=True).choices
         return self.known[lot]
 
     def _lot(

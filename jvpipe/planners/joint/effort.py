@@ -70,7 +70,7 @@ class FateEffort:
     states: int = 16
     few_states: int = 16
     many_states: int = 2000
-    overrun_price: float = 5
+    overrun_price: float = 5.0
     near_best: float = 0.01
 
 

@@ -5,6 +5,7 @@ The result is exact unless states were dropped because there were too many.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,17 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.lot import Lot
 
-Fewest = tuple[float, tuple[int, ...]]
-"""The fewest bytes found, and the choices that take them; no choices if none were found."""
+
+class Fewest(NamedTuple):
+    """The fewest bytes that were found, and the choices that take them.
+
+    If none were found, `held_bytes` is the number below which they were searched for, and
+    there are no choices. No choices take fewer bytes than `bound_bytes`.
+    """
+
+    held_bytes: float
+    choices: tuple[int, ...]
+    bound_bytes: float
 
 
 def fewest_bytes(
@@ -35,16 +45,13 @@ def fewest_bytes(
         lot: the layers of a device.
         exact: whether the second search may follow.
         below: only choices that take fewer bytes than this are searched for.
-
-    Returns:
-        The bytes and the choices. If none were found, `below` and no choices.
     """
     growth = Growth(pricing, lot, by_bytes=True)
-    best: Fewest = below, ()
+    held_bytes, choices, bound_bytes = below, (), -np.inf
     for width in (FATE.few_states, FATE.many_states)[: 1 + exact]:
         last = follow(
             growth,
-            best[0],
+            held_bytes,
             width,
             growth.least_bytes,
             partial(_emptiest, width),
@@ -52,10 +59,11 @@ def fewest_bytes(
         if last.states.shape[1]:
             taken = growth.least_bytes(last.states, growth.n)
             at = int(taken.argmin())
-            best = float(taken[at]), tuple(last.chosen[at].tolist())
-        if last.dropped >= best[0]:
+            held_bytes, choices = float(taken[at]), tuple(last.chosen[at].tolist())
+        bound_bytes = max(bound_bytes, min(held_bytes, last.dropped))
+        if bound_bytes >= held_bytes:
             break  # no state that was dropped leads to fewer bytes
-    return best
+    return Fewest(held_bytes, choices, bound_bytes)
 
 
 def _emptiest(

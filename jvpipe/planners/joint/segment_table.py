@@ -309,11 +309,7 @@ class Table:
         may_be_better = not fates.proven and enough_s < fates.seconds
         if may_be_better and self.effort.thorough > self.effort.quick:
             better = search.least_seconds(self.effort.thorough, fates.seconds)
-            if better.choices:
-                fates = better
-            else:
-                bound_within_s = min(fates.seconds, better.bound_s)
-                fates = replace(fates, bound_s=bound_within_s)
+            fates = better if better.choices else replace(fates, bound_s=better.bound_s)
         # If nothing was found, the states that were dropped may have led to choices that
         # fit. Then the choices that hold few bytes are tried.
         if not fates.choices and np.isfinite(fates.bound_s):

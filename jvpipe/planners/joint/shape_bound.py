@@ -106,11 +106,10 @@ def _least_cap_s(
         stages_s: t(i, j, r) of the module, indexed by number of replicas, start and end.
         counts: the possible numbers of replicas, rising.
         devices: how many devices there are in all.
-        high_s: the end of the interval; larger results are of no use to the caller.
+        high_s: the most that the result may be; larger results are of no use to the caller.
     """
-    low_s = 0.0
-    for _ in range(SHAPE.bisections):
-        cap_s = (low_s + high_s) / 2
+
+    def is_enough(cap_s: float) -> bool:
         # `counts` rises, so that the first count that fits is the fewest replicas, rho.
         fits = stages_s <= cap_s
         first = counts[fits.argmax(0)]
@@ -120,7 +119,16 @@ def _least_cap_s(
         fewest = np.zeros(len(need))
         for j in range(1, len(fewest)):
             fewest[j] = (fewest[:j] + need[:j, j]).min()
-        if fewest[-1] <= devices:
+        return bool(fewest[-1] <= devices)
+
+    # Halving ends a little below the least cap. Without this test, the best bound of earlier sizes
+    # would become a little less with every further size.
+    if not is_enough(high_s):
+        return high_s
+    low_s = 0.0
+    for _ in range(SHAPE.bisections):
+        cap_s = (low_s + high_s) / 2
+        if is_enough(cap_s):
             high_s = cap_s
         else:
             low_s = cap_s

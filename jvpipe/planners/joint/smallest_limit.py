@@ -158,7 +158,7 @@ class Peaks:
         fixed = float(block.fixed_bytes[a, b])
         cell = s, int(self.cuts[s][a]), int(self.cuts[s + 1][b])
         lot = Lot.of_stage(self.pricing.segments.in_flight[s], cell)
-        held_bytes, choices = fewest_bytes(
+        held_bytes, choices, bound_bytes = fewest_bytes(
             self.pricing,
             lot,
             exact=self.exact,
@@ -173,7 +173,7 @@ class Peaks:
             block,
             a,
             b,
-            held_bytes,
+            bound_bytes,
         )
         np.maximum(longer, least_bytes, out=longer)
         reducing = float(block.reducing_bytes[a, b])
@@ -219,7 +219,8 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
         rounds += 1
         # Each path has a highest bound, that of its fullest segment. `highest` is the least
         # of them over all paths, so no plan holds less, and a plan that holds no more is
-        # the emptiest. The loop ends, because each round settles another segment.
+        # the emptiest, unless `fewest_bytes` missed the fewest bytes of a settled segment.
+        # The loop ends, because each round settles another segment.
         highest = least_max(peaks.bytes)
         if highest == np.inf:
             return None
@@ -242,7 +243,7 @@ def longer_bytes(
     block: CutBlock,
     a: int,
     b: int,
-    held_bytes: float,
+    least_bytes: float,
 ) -> Grid:
     """Bounds from below the peak bytes of longer segments, which contain one with known bytes.
 
@@ -260,7 +261,7 @@ def longer_bytes(
         block: the segments of a stage.
         a: the index of the known segment's start.
         b: the index of its end.
-        held_bytes: the fewest bytes of the known segment, without its fixed bytes.
+        least_bytes: no choices of the known segment take fewer, its fixed bytes not counted.
     """
     choices = pricing.at(block.s).choices
     starts = block.starts[: a + 1]
@@ -279,7 +280,7 @@ def longer_bytes(
     ended[0] = 0.0
     shared = block.shared_bytes[: a + 1, b:]
     spared = begun[:, None] + ended + (shared - shared[:, :1])
-    return block.fixed_bytes[: a + 1, b:] + held_bytes - spared
+    return block.fixed_bytes[: a + 1, b:] + least_bytes - spared
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:

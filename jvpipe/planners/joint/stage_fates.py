@@ -66,7 +66,7 @@ class FateQuery:
 
 @dataclass(frozen=True)
 class StageChoices:
-    """Choices for the layers of a device; empty, with infinite seconds, if none were found to fit.
+    """Choices for the layers of a device; empty, with infinite seconds, if none were found.
 
     No choices that fit take less than `bound_s`.
     """
@@ -205,16 +205,17 @@ class FateSearch:
                 `width` of them stay (`_fittest`).
             below_s: only choices that take fewer seconds than this are searched for.
         """
+        below_s *= BELOW_FACTOR
         last = follow(
             self.growth,
-            below_s * BELOW_FACTOR,
+            below_s,
             width,
             self._bounds,
             partial(self._fittest, width),
         )
         states = last.states
         if not states.shape[1]:
-            return StageChoices((), np.inf, last.dropped)
+            return StageChoices((), np.inf, min(below_s, last.dropped))
         seconds = np.maximum(*self._loads_s(states))
         used = self.growth.least_bytes(states, self.growth.n)
         order = np.lexsort((used, states[SWAPPED], seconds))
@@ -234,7 +235,7 @@ class FateSearch:
         """
         query = self.query
         at = self.growth.at
-        taken, choices = fewest_bytes(self.pricing, query.lot, exact=False)
+        taken, choices, _ = fewest_bytes(self.pricing, query.lot, exact=False)
         swapped = float(self.growth.table.swapped_bytes[at, choices].sum())
         if taken > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, 0.0)

@@ -17,6 +17,7 @@ from jvpipe import _jax
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
+from jvpipe.ir.values import NEVER
 from jvpipe.runtime.engine.binding import Bound, Instruction
 from jvpipe.runtime.engine.channel import CLOSING_S
 from jvpipe.runtime.engine.dispatch import dispatch_ready
@@ -224,7 +225,13 @@ class Controller:
         """Tells the monitor and the transport that a step begins."""
         self._step = at.step
         if self.monitor is not None:
-            self.monitor.begin(lowered, instructions, self.ledger.live, named=self.profiled)
+            self.monitor.begin(
+                lowered,
+                instructions,
+                self.ledger.live,
+                named=self.profiled,
+                flows=at.flows,
+            )
         if self.hosts is not None:
             self.hosts.connected.begin()
 
@@ -370,8 +377,7 @@ def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> st
     'step 2, micro-batch 7: stage 1, task 1B7[layer 4], device 1'
     """
     when = f"step {first_step + at.step}"
-    flows_on = at.flows and row.layer >= 0 and row.kind is not Kind.LOSS
-    if row.microbatch >= 0 or flows_on:
+    if row.microbatch >= 0 or (at.flows and row.layer >= 0 and row.microbatch != NEVER):
         # Micro-batches count from the start of the step, so those of earlier steps are negative.
         step, m = divmod(at.step * microbatches + row.microbatch, microbatches)
         when, row = f"step {first_step + step}, micro-batch {m}", replace(row, microbatch=m)

@@ -28,6 +28,7 @@ from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.ir.span import Span
+from jvpipe.ir.values import NEVER
 from jvpipe.runtime.engine.binding import Instruction
 from jvpipe.runtime.engine.record import WATCHED, Reading, Record
 from jvpipe.util.devices import Device
@@ -37,8 +38,6 @@ _HALVES = {Kind.I, Kind.W}
 _BACKWARDS = _HALVES | {Kind.B}
 _BEGIN = {kind for kind, info in KINDS.items() if info.in_flight == 1}
 _END = {kind for kind, info in KINDS.items() if info.in_flight == -1}
-_OF_MICROBATCHES = {kind for kind, info in KINDS.items() if info.runs is Runs.LAYER}
-_OF_MICROBATCHES |= {Kind.OUT, Kind.IN}
 TICK_S = 1e-9
 """The shortest time of a task, in seconds: a thread that wakes late may see two markers at once."""
 
@@ -159,8 +158,8 @@ class Monitor:
         queues = range(3 * len(names))
         self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in queues]
         self._last = [0.0] * len(self._queues)
-        self._records: deque[Record] = deque(maxlen=max(2, kept))
-        self._steps: deque[Record] = deque(maxlen=2)  # without the drains of streams
+        # Each step is followed by the drain of its stream, if it has one.
+        self._steps: deque[list[Record]] = deque(maxlen=max(2, kept))
         self._now: Record | None = None
         for place, queue in enumerate(self._queues):
             threading.Thread(target=self._watch, args=(place, queue), daemon=True).start()
@@ -172,6 +171,7 @@ class Monitor:
         held_bytes: Sequence[int] = (),
         *,
         named: bool = False,
+        flows: bool = False,
     ) -> None:
         """Begins a record of a step, or of the moves of layers between two steps.
 
@@ -180,6 +180,7 @@ class Monitor:
             instructions: the instructions that the rows are bound to.
             held_bytes: the bytes in each memory before the rows, as the ledger counts them.
             named: whether a profile shows each wait by the name of its row.
+            flows: whether rows may work on micro-batches of earlier steps.
         """
         before = self.close()
         # Moves are not a step. They are read together with the step that follows them.
@@ -192,11 +193,12 @@ class Monitor:
             instructions,
             list(held_bytes),
             named,
+            flows,
         )
-        if _is_step(lowered):
-            self._records.append(self._now)
-        if _begins_microbatches(lowered):
-            self._steps.append(self._now)
+        if _begins_microbatches(lowered) or (_is_step(lowered) and not self._steps):
+            self._steps.append([self._now])
+        elif _is_step(lowered):
+            self._steps[-1].append(self._now)
 
     def noting(self, order: Iterable[int]) -> Iterator[int]:
         """Yields the numbers of rows in the given order, and notes the order."""
@@ -248,9 +250,9 @@ class Monitor:
         return record
 
     def last(self, count: int) -> list[Record]:
-        """Returns the records of the last `count` steps, or of fewer if fewer are kept."""
+        """Returns the records of the last `count` steps and of their drains, if they are kept."""
         self.close()
-        return list(self._records)[-count:]
+        return [record for step in list(self._steps)[-count:] for record in step]
 
     def measured(self, *, before: bool = False) -> Measured:
         """Waits for the last step, and returns what was measured; drains of streams do not count.
@@ -259,8 +261,8 @@ class Monitor:
             before: whether to read the step before the last one, if there is one.
         """
         self.close()
-        steps = list(self._steps or self._records)
-        return self.read(steps[0] if before else steps[-1])
+        steps = list(self._steps)[-2:]
+        return self.read(steps[0 if before else -1][0])
 
     def read(self, record: Record) -> Measured:
         """Waits for the rows of a closed record; returns their times. Any thread may call this."""
@@ -277,7 +279,7 @@ class Monitor:
                 continue
             if row.kind is Kind.OUT:
                 swapped_bytes += record.lowered.buffers[row.writes[0]].bytes
-            spans += self._spans(record.lowered, row, start_s, end_s)
+            spans += self._spans(record, row, start_s, end_s)
         took_s: dict[str, float] = defaultdict(float)
         for span in spans:
             took_s[span.kind] += span.end_s - span.start_s
@@ -297,7 +299,7 @@ class Monitor:
 
     def _spans(
         self,
-        lowered: Lowered,
+        record: Record,
         row: Row,
         start_s: float,
         end_s: float,
@@ -307,8 +309,8 @@ class Monitor:
         The time of a group is divided in proportion to the layers' weights.
 
         Args:
-            lowered: the rows of the step.
-            row: one of them.
+            record: the record of the step.
+            row: one of its rows.
             start_s: when it started.
             end_s: when it ended.
         """
@@ -316,7 +318,7 @@ class Monitor:
         at_s = start_s
         for part, weight in zip(row.parts, weights, strict=True):
             until_s = at_s + (end_s - start_s) * weight / sum(weights)
-            yield self._span(lowered, part, at_s, until_s)
+            yield self._span(record, part, at_s, until_s)
             at_s = until_s
 
     def _weight(self, part: Row) -> float:
@@ -326,11 +328,11 @@ class Monitor:
         of_kind = KINDS[part.kind].weight
         return (of_kind or 1.0) * (of_layer or 1.0)
 
-    def _span(self, lowered: Lowered, row: Row, start_s: float, end_s: float) -> Span:
+    def _span(self, record: Record, row: Row, start_s: float, end_s: float) -> Span:
         """Makes the span of a row, or of one layer of a group.
 
         Args:
-            lowered: the rows of the step.
+            record: the record of the step.
             row: the row of the layer.
             start_s: when it started.
             end_s: when it ended.
@@ -338,14 +340,14 @@ class Monitor:
         m = row.microbatch
         args: dict[str, int] = {"layer": row.layer, "microbatch": m}
         if row.kind in WATCHED:
-            args["bytes"] = sum(lowered.buffers[b].bytes for b in row.writes)
+            args["bytes"] = sum(record.lowered.buffers[b].bytes for b in row.writes)
         # In a stream, micro-batches of earlier steps have negative numbers. Everybody else counts
         # them from the start of their own step.
-        if m < 0 and row.kind in _OF_MICROBATCHES:
+        if m < 0 and record.flows and m != NEVER:
             step, m = divmod(m, self._microbatches)
             args |= {"microbatch": m, "steps_ago": -step}
         return Span(
-            self._named(row, lowered),
+            self._named(row, record.lowered),
             f"{row.stage}{row.kind}{max(m, 0)}",
             start_s,
             end_s,

@@ -38,6 +38,7 @@ class Record:
         instructions: the instructions that the rows are bound to, for pictures.
         held_bytes: the bytes in each memory before the step, for pictures.
         named: whether a profile labels each wait with the name of its row.
+        flows: whether rows may work on micro-batches of earlier steps.
 
     Attributes:
         order: the numbers of the rows in the order of dispatch.
@@ -55,6 +56,7 @@ class Record:
     instructions: Sequence[Instruction] = ()
     held_bytes: Sequence[int] = ()
     named: bool = False
+    flows: bool = False
     order: list[int] = field(default_factory=list)
     times: dict[int, tuple[float, float]] = field(default_factory=dict)
     dispatched: dict[int, float] = field(default_factory=dict)

@@ -31,7 +31,7 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             costs = [stage_cost(problem, s, i, j, some) for some in choices(problem, i, j)]
             assert least_bytes[at] <= min(cost.peak_bytes for cost in costs)
             lot = Lot.of_stage(problem.in_flight[s], (s, i, j))
-            held, _ = fewest_bytes(pricing, lot, exact=True)
+            held = fewest_bytes(pricing, lot, exact=True).held_bytes
             assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
             fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
             taken = (x[at] for x in (block.fixed_bytes, block.compute_s, block.traffic_s))

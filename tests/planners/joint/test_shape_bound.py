@@ -46,3 +46,11 @@ def test_what_data_parallelism_cannot_be_below_counts_its_all_reduce() -> None:
     )
     assert after == pytest.approx(3.0 + reduce_s, rel=1e-3)
     assert during == pytest.approx(reduce_s, rel=1e-3)
+
+
+def test_the_bound_is_loosened_once_however_many_sizes_there_are() -> None:
+    # Whatever the size, a device has the layer of 6 s: replicas would be slow to add up gradients.
+    costs = chain([layer(1.0, 1000), layer(2.0, 1000)], [0])
+    shapes = shapes_of(costs, flat(2, 1.0), 24)
+    assert len(shapes.sizes) > 4
+    assert least_step_s(shapes) == pytest.approx(24 * 6.0, rel=1.01 * 2**-16, abs=0)

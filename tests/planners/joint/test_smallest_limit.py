@@ -1,10 +1,15 @@
 """The plan of fewest bytes, against all plans."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jvpipe.planners.joint import min_bytes
+from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.smallest_limit import (
+    Peaks,
     longer_bytes,
     min_bytes_plan,
     nothing_fits,
@@ -57,3 +62,17 @@ def test_a_longer_segment_takes_no_less_than_is_claimed(problem: Problem) -> Non
                 claimed[a, b - j] <= least[a, b] for a in range(i + 1) for b in range(j, n + 1)
             )
             assert claimed[i, 0] == peak
+
+
+@pytest.mark.parametrize("seed", [2, 4])
+def test_what_a_search_of_few_states_misses_raises_no_bound(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = tiny(seed, layers=10)
+    cuts = [np.array(places) for places in ((0, 1, 2), (7, 8, 9), (10,))]
+    every, few = Peaks(pricing_of(problem), cuts), Peaks(pricing_of(problem), cuts)
+    cells = [(a, b) for a in range(3) for b in range(3)]
+    least = {cell: every.settle(0, *cell, np.inf) for cell in cells}
+    monkeypatch.setattr(min_bytes, "FATE", replace(FATE, few_states=1, many_states=1))
+    assert few.settle(0, 2, 0, np.inf) > least.pop((2, 0))
+    assert all(few.bytes[0][cell] <= peak for cell, peak in least.items())

@@ -75,3 +75,17 @@ def test_choices_of_few_bytes_that_break_a_limit_prove_nothing() -> None:
     few = search.emptiest()
     assert not few.choices
     assert not few.proven
+
+
+def test_the_bound_of_a_search_for_faster_choices_is_not_above_the_fastest_that_fit() -> None:
+    problem = tiny(0, share=0.6)
+    pricing = pricing_of(problem)
+    block = pricing.segments.block(0, np.array([0]), np.array([3]))
+    room = pricing.limit_bytes - float(block.fixed_bytes[0, 0])
+    lot = Lot.of_stage(problem.in_flight[0], (0, 0, 3))
+    query = FateQuery(lot, float(block.compute_s[0, 0]), float(block.traffic_s[0, 0]), room)
+    search = FateSearch(pricing, query)
+    fastest_s = search.least_seconds(4000).seconds
+    faster = search.least_seconds(4000, below_s=fastest_s)
+    assert not faster.choices
+    assert faster.bound_s <= fastest_s < np.inf
