@@ -27,6 +27,16 @@ def test_phases_are_told_in_turn(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_a_phase_that_fails_ends_too(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "jvpipe"),
+        pytest.raises(ValueError, match="refused"),
+        phase("waiting"),
+    ):
+        raise ValueError("refused")
+    assert [vars(record)["phase"] for record in caplog.records] == ["waiting"]
+
+
 def test_a_phase_is_known_by_its_name_from_its_beginning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "jvpipe"), phase("waiting"):
         assert [(r.levelname, vars(r)["phase"]) for r in caplog.records] == [("DEBUG", "waiting")]

@@ -63,6 +63,9 @@ def test_what_a_gpu_reports_is_not_filled_and_its_host_pool_has_an_end(monkeypat
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "100")
     assert host_limit(None, gpus[:2]) == 100 * GIB
     assert host_limit(7, gpus) == 7
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64GB")
+    with pytest.raises(ValueError, match="LIMIT_GB='64GB' must be a whole number of GiB, such"):
+        host_limit(None, gpus)
     assert host_limit(None, jax.devices()) is None
 
 

@@ -14,6 +14,8 @@ least this share of the limit that the device itself reports."""
 _WHOLE = 0.92
 """The share of a GPU's reported memory that a plan may fill. The rest is left for gaps
 between arrays in the allocator."""
+_PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable that says how many GiB of host memory JAX pins for GPUs."""
 
 
 def device_limits(
@@ -95,4 +97,7 @@ def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
     processes = {device.process_index for device in devices if device.platform == "gpu"}
     if asked is not None or not processes:
         return asked
-    return len(processes) * int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * GIB
+    pinned = os.environ.get(_PINNED, "64")
+    if not pinned.isdecimal():
+        raise ValueError(f"{_PINNED}='{pinned}' must be a whole number of GiB, such as 64")
+    return len(processes) * int(pinned) * GIB

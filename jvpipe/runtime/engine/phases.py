@@ -20,5 +20,7 @@ def phase(name: str) -> Iterator[None]:
     """
     _log.debug("%s", name, extra={"phase": name})
     start_s = time.perf_counter()
-    yield
-    _log.info("%s took %.2f s", name, time.perf_counter() - start_s, extra={"phase": name})
+    try:
+        yield
+    finally:
+        _log.info("%s took %.2f s", name, time.perf_counter() - start_s, extra={"phase": name})
