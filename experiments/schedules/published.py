@@ -26,7 +26,7 @@ from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.model.stage_simulation import simulated_step_s
-from jvpipe.schedules.auto import given_lists, lines_of
+from jvpipe.schedules.auto import given_lists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.vee import VSchedule
 
@@ -216,7 +216,7 @@ def clocked(own: Problem, order: TaskLists, chunks: int) -> tuple[float, int]:
         chunks: of each device.
     """
     stages = own.devices * chunks
-    schedule = given_lists(lines_of(order))
+    schedule = given_lists(order)
     placed = replace(own, stages=stages, schedule=schedule)
     bounds = (0, *range(2, stages + 2))
     evaluation = evaluate_decision(placed, Decision.keeping_all(bounds))

@@ -12,7 +12,7 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, 
 from jvpipe.planners.model.stage_cost import device_bytes, evaluate_decision
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.auto import given_lists
+from jvpipe.schedules.auto import given_lists, read_lines
 from jvpipe.util.sizes import GIB
 
 
@@ -36,7 +36,7 @@ def judged(problem: Problem, plan: Plan) -> Judged:
         ValueError: the costs of a layer have no option with the fates that the plan gives it.
     """
     name = plan.schedule or "1f1b"
-    schedule = given_lists(plan.tasks) if plan.tasks else find_schedule(name)
+    schedule = given_lists(read_lines(plan.tasks)) if plan.tasks else find_schedule(name)
     plan_problem = replace(
         problem,
         stages=len(plan.stages),

@@ -13,6 +13,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.util.brief import brief
 
 _TEXT = re.compile(r"([0-9]+)([A-Z]+)([0-9]+)")
+_KINDS = {str(kind): kind for kind in Kind}
 _OF_TORCH = (Kind.F, Kind.B, Kind.I, Kind.W)
 """The kinds of tasks that torch also has, under the same letters."""
 
@@ -37,11 +38,11 @@ class Task(NamedTuple):
     def parse(text: str) -> "Task":
         """Reads the text form of a task."""
         match = _TEXT.fullmatch(text.strip())
-        if match is None or match[2] not in set(Kind):
+        if match is None or match[2] not in _KINDS:
             raise ValueError(
                 f"'{text}' is not a task: write stage, kind and micro-batch, such as 2F0"
             )
-        return Task(int(match[1]), Kind(match[2]), int(match[3]))
+        return Task(int(match[1]), _KINDS[match[2]], int(match[3]))
 
 
 TaskLists = tuple[tuple[Task, ...], ...]

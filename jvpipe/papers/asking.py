@@ -17,7 +17,7 @@ from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.planned_problem import Planned
-from jvpipe.schedules.auto import AUTO, GivenLists
+from jvpipe.schedules.auto import AUTO, GivenLists, lines_of
 
 
 def ask(
@@ -77,7 +77,8 @@ def answered(
     lists = problem.schedule.lists
     where = None if problem.groups or places is None else [(place,) for place in places]
     plan = decision.plan(problem, planner, where)
-    plan = replace(plan, tasks=lists.lines) if isinstance(lists, GivenLists) else plan
+    if isinstance(lists, GivenLists):
+        plan = replace(plan, tasks=lines_of(lists.lists))
     return Planned(plan, problem, decision)
 
 

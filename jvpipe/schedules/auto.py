@@ -1,6 +1,5 @@
 """The schedule "auto", whose task lists a planner finds; plans hold these lists as text."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -29,46 +28,44 @@ def may_split(schedule: Schedule, devices: int, microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class GivenLists:
-    """The lists of a plan, one line of text per device, for a fixed number of micro-batches."""
+    """The lists of a plan, one per device, for a fixed number of micro-batches."""
 
-    lines: tuple[str, ...]
+    lists: TaskLists
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
-        """Reads the lines; raises ValueError if they are for other devices or micro-batches."""
-        lists = read_lines(self.lines)
-        last = max([task.microbatch for task in chain(*lists)], default=0)
+        """Returns the lists; raises ValueError if they are for other devices or micro-batches."""
+        last = max([task.microbatch for task in chain(*self.lists)], default=0)
         count = last + 1
-        if (len(lists), count) != (devices, microbatches):
+        if (len(self.lists), count) != (devices, microbatches):
             raise ValueError(
-                f"the plan's lists are for {len(lists)} devices and {count} micro-batches, "
+                f"the plan's lists are for {len(self.lists)} devices and {count} micro-batches, "
                 f"not for {devices} and {microbatches}: plan again"
             )
-        return lists
+        return self.lists
 
 
-def given_lists(lines: Sequence[str]) -> Schedule:
+def given_lists(lists: TaskLists) -> Schedule:
     """Makes the schedule of a plan that has its own lists.
 
     Args:
-        lines: the tasks of each device, as a line of text.
+        lists: the tasks of each device.
 
     Raises:
         ValueError: the stages lie on the devices neither in a loop (0 1 2 0 1 2) nor there and back
             (0 1 2 2 1 0).
 
-    >>> schedule = given_lists(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
+    >>> schedule = given_lists(read_lines(("0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0")))
     >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
     (2, True, 1)
     """
-    lists = GivenLists(tuple(lines))
     places: dict[int, int] = {}  # by stage: its device
-    for d, tasks in enumerate(read_lines(lists.lines)):
+    for d, tasks in enumerate(lists):
         places |= {task.stage: d for task in tasks}
-    devices, stages = len(lines), 1 + max(places, default=0)
+    devices, stages = len(lists), 1 + max(places, default=0)
     chunks = max(1, stages // devices)
     # Both ways to place stages are tried; the lines must agree with one of them.
     for vee in (False, True):
-        schedule = Schedule(name="auto", lists=lists, chunks=chunks, vee=vee)
+        schedule = Schedule(name="auto", lists=GivenLists(lists), chunks=chunks, vee=vee)
         expected = {s: schedule.device_of(s, devices) for s in range(stages)}
         if places == expected and stages % devices == 0:
             return schedule

@@ -33,7 +33,7 @@ from jvpipe.planners.splitting import CutCandidate, Splitter, uneven
 from jvpipe.programs.store import shared_store
 from jvpipe.report import chrome_trace
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.schedules.auto import GivenLists
+from jvpipe.schedules.auto import GivenLists, lines_of
 from jvpipe.session.arguments import check_chooser
 from jvpipe.session.question import Question
 from jvpipe.simulate.timeline import Timeline
@@ -247,7 +247,7 @@ class Forecast:
             "bubble_fraction": self._idle(evaluation),
             "planning_s": answer.planning_s,
             "splits": list(answer.splits),
-            "tasks": list(lists.lines) if isinstance(lists, GivenLists) else [],
+            "tasks": list(lines_of(lists.lists)) if isinstance(lists, GivenLists) else [],
         }
         if shapes:
             content["devices"], content["microbatches"] = shapes.devices, problem.microbatches

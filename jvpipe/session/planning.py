@@ -27,7 +27,7 @@ from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.schedules.auto import AUTO, given_lists, lines_of
+from jvpipe.schedules.auto import AUTO, given_lists
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
@@ -170,7 +170,7 @@ class _Asker:
             # If the planner may choose the order of tasks, running one micro-batch after another
             # holds the fewest bytes, because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
-            problem = replace(problem, schedule=given_lists(lines_of(lists)))
+            problem = replace(problem, schedule=given_lists(lists))
         # The bytes of plans do not depend on the speed of devices. So only one of the orders of
         # devices with equal sequences of limits is tried.
         by_room: dict[tuple[int, ...], Problem] = {}

@@ -150,7 +150,7 @@ class OrderEffort:
     simulated: int = 3
     crowded: int = 24
     polished: int = 16
-    polished_tasks: int = 50_000
+    polished_tasks: int = 10_000
     doubt: float = 0.1
 
 

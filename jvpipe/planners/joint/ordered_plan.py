@@ -7,7 +7,7 @@ from jvpipe.planners.joint.rule_search import RuledPlan
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision, keeps_limits
 from jvpipe.planners.model.stage_simulation import simulated_bubble_fraction, simulated_step_s
-from jvpipe.schedules.auto import GivenLists
+from jvpipe.schedules.auto import GivenLists, lines_of
 from jvpipe.schedules.schedule import Schedule
 
 
@@ -47,7 +47,8 @@ class OrderedPlan:
         assert isinstance(lists, GivenLists)
         ids = costs.ids or tuple(range(len(costs.layers)))
         plan = self.decision.plan(self.answered(problem), planner)
-        return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
+        tasks = lines_of(lists.lists)
+        return replace(plan, tasks=tasks, unsplit=tuple(ids[at] for at in self.whole))
 
 
 def under(problem: Problem, rule: Schedule) -> Problem:

@@ -34,7 +34,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.unfolded import on_devices
-from jvpipe.schedules.auto import given_lists, lines_of
+from jvpipe.schedules.auto import given_lists
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RuledPlan:
     @property
     def listed(self) -> Problem:
         """The problem with the plan's order as its schedule."""
-        return replace(self.problem, schedule=given_lists(lines_of(self.order)))
+        return replace(self.problem, schedule=given_lists(self.order))
 
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:

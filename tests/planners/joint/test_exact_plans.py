@@ -13,7 +13,7 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, 
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.auto import given_lists
+from jvpipe.schedules.auto import given_lists, read_lines
 from tests.grid import grid
 from tests.planners.joint.exact_orders import AGAIN, CHAIN, KEEP
 from tests.planners.joint.exact_plans import Plan, TooLargeError, fastest
@@ -56,7 +56,7 @@ def simulated_s(problem: Problem, plan: Plan) -> float:
     for fates in plan.fates:
         bounds.append(bounds[-1] + len(fates))
     choices = tuple(CHOICES[fate] for fates in plan.fates for fate in fates)
-    placed = replace(problem, stages=len(plan.places), schedule=given_lists(plan.lines))
+    placed = replace(problem, stages=len(plan.places), schedule=given_lists(read_lines(plan.lines)))
     found = evaluate_decision(placed, Decision(tuple(bounds), choices))
     limit = problem.memory_limit_bytes
     assert limit is None or found.limit_bytes <= limit

@@ -10,7 +10,7 @@ from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.auto import given_lists, lines_of
+from jvpipe.schedules.auto import given_lists
 from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule
 from tests.planners.joint.orders import loads_of, placed, problem_of
@@ -43,7 +43,7 @@ def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: 
         loads = Loads.of(problem, decision)
         order = Listing(loads, loads.room_bytes, 0.0).order
         assert order is not None
-        own = replace(problem, schedule=given_lists(lines_of(order)))
+        own = replace(problem, schedule=given_lists(order))
         limit = problem.memory_limit_bytes or 0
         assert loads.over_bytes(order) == [
             size - limit for size in evaluate_decision(own, decision).device_bytes
