@@ -1,7 +1,10 @@
 """The pieces that an optimizer is cut into, and the slots that name the arrays between them.
 
-A piece is the program that one layer, or the global program, runs in one phase. A slot is the name
-of an array that pieces read or write.
+An update takes turns: all layers run, then a global program that combines what they send, then the
+layers again. Such a turn of the layers and the global program is a phase (`optimizer_pieces.py`
+has an example). A piece is what one layer, or the global program, runs in one phase. A slot is the
+name of an array that pieces read or write. Small values that a layer and the global program send
+each other are packed into one vector per phase.
 """
 
 import itertools

@@ -241,6 +241,7 @@ WRONG: dict[str, tuple[str, str]] = {
         ("--resume", "--trust", "--adapt", "--nas", "--distributed", "--remeasure", "--group"),
         ("5", "5"),
     ),
+    "--whole-layers": ("5", "5"),
 }
 PLANS: dict[str, tuple[str, str]] = {
     "--cuts": ("x", "each of --cuts must be a whole number"),
@@ -314,6 +315,7 @@ SAID: dict[str, tuple[Any, str]] = {
         ("has_aux", "has_state", "deferred_batch_norm", "grad_norm", "group", "remeasure"),
         (1, "True or False"),
     ),
+    "whole_layers": (1, "True or False"),
 }
 
 
