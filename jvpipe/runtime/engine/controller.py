@@ -1,9 +1,9 @@
 """The controller: one thread that dispatches the rows of a lowered step in their order.
 
-A row is one program or one copy. Dispatch is asynchronous: a program starts when its device is free
-and its inputs have come, and the controller does not wait for it. The rows say which arrays each
-program reads, so results do not depend on when programs run. For small models the controller's own
-time per row is the bottleneck.
+A row is one program, one copy or one wait. Dispatch is asynchronous: a program starts when its
+device is free and its inputs have come, and the controller does not wait for it. The rows say which
+arrays each program reads, so results do not depend on when programs run. For small models, the
+controller's own time per row limits the speed.
 """
 
 from collections import deque
@@ -30,8 +30,9 @@ from jvpipe.runtime.engine.tensors import Ledger
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
 """Leaves of the batch, and seeds, on the host: micro-batch m reads `feeds[kind, index][m]`."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
-"""Moved arrays that may not have arrived yet, by buffer. Each has the number of the row that moves
-it, the row, and a function that compiles a program. `_look` makes a marker with this program."""
+"""Moved arrays that may not have arrived yet, by buffer. Each entry has the number of the row that
+moves the array, the row, and a function that compiles a program. The program reads the array, and
+yields the marker for which `_look` lets the monitor wait."""
 
 
 def _look(
@@ -103,8 +104,8 @@ class Controller:
             than the lowered step counts.
         monitor: measures the rows; None if nothing is measured.
         marks: the marks of rows that can fail while they run. A mark stays until its row is known
-            to have succeeded. Marks are in the order of dispatch, so the first whose row has failed
-            shows the cause.
+            to have succeeded. Marks are in the order of dispatch, and a row can only fail because
+            of an earlier one. So the first mark whose row has failed shows the cause.
         first_step: the number by which messages call the first step of a run.
         hosts: the processes that run the steps together, if there are several.
         profiled: whether a profiler sees each dispatch by the name of its row.
@@ -136,8 +137,8 @@ class Controller:
             at: the step, for error messages.
 
         Raises:
-            StageError: a row failed at its dispatch; the error's `table` has the arrays at that
-                time.
+            StageError: a row failed at its dispatch. The error's `table` has the arrays at that
+                time, so that the caller can save those that still exist.
         """
         lowered = bound.lowered
         unmade = len(lowered.buffers) - lowered.persistent
@@ -152,8 +153,8 @@ class Controller:
         """Dispatches every row, and keeps the table of arrays.
 
         The table has the array of each buffer, and None for a buffer that is not made yet. Each row
-        adds the arrays that it makes, and removes those that it frees. This loop is the bottleneck
-        of models with small layers, so it has no calls or look-ups that a row does not need.
+        adds the arrays that it makes, and removes those that it frees. With small layers, this loop
+        limits the speed of training, so it has no calls or look-ups that a row does not need.
         """
         monitor, live, peak = self.monitor, self.ledger.live, self.ledger.peak
         persistent = bound.lowered.persistent
