@@ -153,7 +153,7 @@ class CompiledPlan(LaidPlan):
 
     @cached_property
     def spans(self) -> tuple[PlanSpan, ...]:
-        """The parts of a stream, in order: one under each earlier plan, then one under this plan."""
+        """The parts of a stream: one under each earlier plan, and the last one under this plan."""
         if self.previous is None:
             return (PlanSpan(0, self.layouts()[0]),)
         earlier, start = self.previous
