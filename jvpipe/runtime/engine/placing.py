@@ -3,8 +3,9 @@
 These arrays are the parameters, the optimizer's state, the model state and constants. They are
 placed in the order of the buffer table. A `Leaf` (`training_state.py`) makes an array or puts a
 given one on its device. When a run begins, the optimizer's state has no leaves. It is computed from
-the parameters by the pieces of the optimizer: programs, of which each makes the state of one layer
-on that layer's device. Pieces may also pass small values to later pieces.
+the parameters by the pieces of the optimizer. A piece is a program that makes the state of one
+layer on the layer's device, or the state that belongs to no layer. Pieces may also pass small
+values to later pieces.
 """
 
 from collections import Counter
@@ -29,8 +30,8 @@ from jvpipe.runtime.engine.value_shapes import value_spec
 from jvpipe.util.devices import Device, is_own, sharding_on, swapper
 
 Key = Spot | Slot
-"""The key of an array while a state is made: its value and place (a spot). A small value that pieces
-pass to each other has its name in the pieces (a slot) as its key."""
+"""The key of an array while a state is made. It is the array's value and place (a spot), or for a
+small value that pieces pass to each other, its name in the pieces (a slot)."""
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 

@@ -1,6 +1,7 @@
 """Lines between two processes, each signed with a secret, and the file that holds the secret.
 
-The secret itself is never sent. A line proves by its signature that its sender has the secret.
+The secret itself is never sent. The signature of a line is a hash of the line and the secret (an
+HMAC), so it proves that the sender has the secret.
 """
 
 import asyncio
@@ -63,9 +64,11 @@ class AnotherSecretError(Exception):
 class SignedLines:
     """One end of a connection: lines of JSON, each signed by an HMAC that is keyed with the secret.
 
-    At the start, both ends send a new nonce. The HMAC covers a line's text and number, so that the
-    line cannot be sent again. It covers which end sends, so that the line cannot be sent back. And
-    it covers both nonces, so that the line cannot be used in another connection.
+    At the start, each end sends a nonce: a random text that is used only once. The HMAC covers the
+    text of a line, so that nobody can change it. It also covers three things that keep a stranger
+    from sending a copy of the line: the number of the line, against a later copy in the connection;
+    the end that sends, against a copy back to the sender; both nonces, against a copy in another
+    connection.
 
     Args:
         reader: reads from the connection.
@@ -115,7 +118,7 @@ class SignedLines:
         """
         proof, _, text = (await self._line()).partition(b" ")
         other: End = "client" if self._end == "server" else "server"
-        # The comparison takes equally long for any proof, so its time reveals nothing.
+        # The comparison takes equally long for all wrong proofs, so its time reveals nothing.
         if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
             raise AnotherSecretError
         self._heard += 1
