@@ -225,7 +225,7 @@ class Controller:
     ) -> None:
         """Tells the monitor and the transport that rows are about to be dispatched.
 
-        The transport numbers its copies by rows, so it must know when the numbers begin anew.
+        The transport numbers the copies of a step by their rows, so each step must be told apart.
         """
         self._step = at.step
         if self.monitor is not None:

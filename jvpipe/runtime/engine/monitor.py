@@ -373,7 +373,8 @@ class Monitor:
         of the links from other devices.
         """
         devices = len(self._names) // 2
-        # Of a MOVE to another process, only the half of the source runs here. It writes nothing.
+        # If a MOVE goes to another process, this process runs only the source's half, which writes
+        # nothing.
         if row.kind is Kind.MOVE and row.writes:
             return lowered.buffers[row.writes[0]].memory + 2 * devices
         return row.place + devices * (row.kind in WATCHED)
