@@ -2,10 +2,10 @@
 
 A row is one program, one copy, a wait, or the end of buffers, on one place (a device, or a mesh of
 several). A step's arrays lie in a table, and a buffer is an entry of this table, named by its
-number. A row is bound to an `Instruction`. This has the compiled program or a function that copies,
-the numbers of the buffers that the row reads, makes and frees, and the bytes of those that it makes
-and frees. The controller (`controller.py`) then only follows the instructions. A new kind of row
-needs a case in `_copy`.
+number. A row is bound to an `Instruction`, which consists of three things: the compiled program or
+a function that copies; the numbers of the buffers that the row reads, makes and frees; and the
+bytes that it makes and frees. The controller (`controller.py`) then only follows the instructions.
+A new kind of row needs a case in `_copy`.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,11 +9,11 @@ becomes ready to run in four phases. Each line shows a phase and what it makes:
     bind       instructions: rows with their programs, so that running needs no look-ups
 
 The first phase is in laid_plan.py, the second in jvpipe/lowering, and the last two are in
-row_binder.py. In this file, a layout is always a result of the first phase. How an array is cut
-over the devices of a mesh is its spec. Each phase runs when its result is first needed. So a plan
-that is only compared with other plans compiles nothing. If several processes run a plan, each binds
-only its own part of the rows. These parts fit together only if all processes have lowered the plan
-to the same rows, which `agree_on_rows` (row_agreement.py) checks.
+row_binder.py. In this file, a layout is always a result of the first phase. The spec of an array
+says how the array is cut over the devices of a mesh. Each phase runs when its result is first
+needed. So a plan that is only compared with other plans compiles nothing. If several processes run
+a plan, each binds only its own part of the rows. These parts fit together only if all processes
+have lowered the plan to the same rows, which `agree_on_rows` (row_agreement.py) checks.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -225,7 +225,7 @@ class Controller:
     ) -> None:
         """Tells the monitor and the transport that rows are about to be dispatched.
 
-        The transport numbers the copies of a step by their rows, so each step must be told apart.
+        The transport numbers the copies of a step by their rows, so it must know where steps begin.
         """
         self._step = at.step
         if self.monitor is not None:

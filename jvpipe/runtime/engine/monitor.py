@@ -1,10 +1,10 @@
 """Measures the seconds of each task without delaying the pipeline.
 
-A row is a program or a copy; the rows of a task are those of its layers. The end of a row is
-observed. Every program yields a marker, an array of four bytes that no other program reads. A copy
-to the host or back needs no marker, because its result serves as one. For each device, one thread
-waits for the markers of programs in their order, and another one for the results of copies to the
-host and back. Each thread notes when a marker or a result comes.
+The tasks of a stage run as rows: programs and copies. The end of a row is observed. Every program
+yields a marker, an array of four bytes that no other program reads. A copy to the host or back
+needs no marker, because its result serves as one. For each device, one thread waits for the markers
+of programs in their order, and another one for the results of copies to the host and back. Each
+thread notes when a marker or a result comes.
 
 The start of a row is computed from the ends of earlier rows, because JAX does not report it
 (record.py).

@@ -66,7 +66,7 @@ class SignedLines:
 
     At the start, each end sends a nonce: a random text that is used only once. The HMAC covers the
     text of a line, so that nobody can change it. It also covers three things that keep a stranger
-    from sending a copy of the line: the number of the line, against a later copy in the connection;
+    from sending a copy of the line: the number of the line, against a later copy in this connection;
     the end that sends, against a copy back to the sender; both nonces, against a copy in another
     connection.
 
