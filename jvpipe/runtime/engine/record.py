@@ -46,7 +46,7 @@ class Record:
         times: by row, its start and end; empty until the record is read (`Monitor.read`).
         after: for each queue, the end of its last row of the step.
         dispatched: by row, when it was dispatched.
-        ended: by row, when its marker came: an array that shows that the row has ended.
+        ended: by row, when its marker came. A marker is an array that comes when the row has run.
         passed: for each queue, an event that is set once all its rows of the step have ended.
         closed: whether all rows have been dispatched.
     """

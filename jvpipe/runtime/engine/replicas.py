@@ -284,7 +284,10 @@ def _not_whole(slices: Sequence[Slice]) -> tuple[Examples, ...]:
 
 
 def _interface(signature: Signature) -> object:
-    """Returns what signatures on slices of any size have in common: of residuals only the names."""
+    """Returns what a layer's signatures on all slices share: of residuals, only the names.
+
+    Their sizes differ from slice to slice.
+    """
     return replace(signature, residuals=()), tuple(array.name for array in signature.residuals)
 
 

@@ -101,15 +101,15 @@ class RowBinder:
             crossing_of=partial(self._crossing, whole, rows, row_programs),
             spec_of=row_programs.spec,
         )
-        # Processes compare the rows of all before they run their own (row_agreement.py). A process
-        # that stands in for all others has nobody to compare with.
+        # Before they run, the processes compare `whole` (row_agreement.py). It is left out if this
+        # process only stands in for the others.
         is_part = self.hosts is not None and self.stand_in is None
         return replace(bound, whole=whole.rows if is_part else ())
 
     def _whole(self, lowered: Lowered) -> Lowered:
-        """Returns the rows of all processes, with the copies and waits that only processes need.
+        """Returns the rows of all processes, with the rows that only several processes need.
 
-        By these, every process gets all metrics, and learns when the arrays that it sends have
+        By these rows, each process gets all metrics, and learns when arrays that it sends have
         arrived.
         """
         if self.hosts is None:

@@ -1,7 +1,7 @@
 """Lines between two processes, each signed with a secret, and the file that holds the secret.
 
-The secret itself is never sent. The signature of a line is a hash of the line and the secret (an
-HMAC), so it proves that the sender has the secret.
+The secret itself is never sent. The signature of a line is a hash (an HMAC) that only somebody with
+the secret can compute, so it proves that the sender has the secret.
 """
 
 import asyncio
@@ -65,9 +65,9 @@ class SignedLines:
     """One end of a connection: lines of JSON, each signed by an HMAC that is keyed with the secret.
 
     At the start, each end sends a nonce: a random text that is used only once. The HMAC covers the
-    text of a line, so that nobody can change it. It also covers three things that keep a stranger
-    from sending a copy of the line: the number of the line, against a later copy in this connection;
-    the end that sends, against a copy back to the sender; both nonces, against a copy in another
+    text of a line, so that nobody can change it. It also covers three things, so that a stranger
+    cannot send a copy of the line: its number, against a later copy in this connection; the end
+    that sends, against a copy back to the sender; both nonces, against a copy in another
     connection.
 
     Args:
