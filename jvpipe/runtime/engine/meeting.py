@@ -126,6 +126,7 @@ class _Side:
         return self._held[lines]
 
     async def _hear(self, lines: SignedLines, left: Awaitable[object], whom: str) -> None:
+        """Waits for the other end's farewell, reports a connection without one, and closes it."""
         try:
             await left
         except (OSError, ValueError, AnotherSecretError):
@@ -185,6 +186,10 @@ class MeetingServer(_Side):
         _port_in(self._meet(self._serve(timeout_s)))
 
     async def _serve(self, timeout_s: float) -> None:
+        """Serves connections until all processes have come, one has other values, or time is over.
+
+        It then tells `wait` the result, and goes on to serve, to refuse processes that come late.
+        """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._end_if_complete()
@@ -318,6 +323,7 @@ class Attendance(_Side):
         return self._meet(self._attend(timeout_s))
 
     async def _attend(self, timeout_s: float) -> None:
+        """Attends the meeting, and then keeps the connection until process 0 says farewell."""
         until_s = time.monotonic() + timeout_s
         where = f"{self._host}:{self._port}"
         lines = await _reached(self._host, self._port, self._process, self._given.secret, timeout_s)

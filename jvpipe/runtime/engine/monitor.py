@@ -417,6 +417,7 @@ def _annotated(record: Record, index: int) -> AbstractContextManager[object]:
 
 
 def _computes(lowered: Lowered) -> bool:
+    """Tells whether rows run programs, and are not only moves of layers."""
     return any(KINDS[row.kind].computes for row in lowered.rows)
 
 

@@ -199,6 +199,7 @@ class Placing:
         return self._resting(array, buffer)
 
     def _spec(self, value: Value) -> Spec:
+        """Returns how a value is cut over the devices of a mesh."""
         return value_spec(self.graph, self.optimizer, value)
 
     def _is_own(self, buffer: Buffer) -> bool:

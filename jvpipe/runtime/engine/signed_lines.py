@@ -135,10 +135,12 @@ class SignedLines:
         self._writer.close()
 
     def _proof(self, end: End, place: int, text: bytes) -> bytes:
+        """Returns the HMAC of the line that has number `place` among the lines of an end."""
         signed = f"{self._nonces} {end} {place} ".encode() + text
         return hmac.new(self._secret, signed, "sha256").hexdigest().encode()
 
     async def _line(self) -> bytes:
+        """Reads the next line, without its end; raises an error if the connection has ended."""
         line = await self._reader.readline()  # raises ValueError if the line is over the limit
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the connection was closed")
