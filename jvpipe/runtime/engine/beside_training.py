@@ -1,7 +1,7 @@
 """Lets other threads work while training runs, without delaying the thread that dispatches.
 
-Python runs only one thread at a time. Work beside the training, such as planning and compiling, can
-therefore keep the dispatching thread waiting for its turn.
+Python's interpreter runs only one thread at a time. Work beside the training, such as planning and
+compiling, can therefore keep the dispatching thread waiting for its turn.
 """
 
 import gc
@@ -26,7 +26,9 @@ _lock = Lock()
 _outside: list[tuple[float, bool]] = []
 """The switch interval that each active `beside_training` found, and whether collection was on.
 
-The first entry has the settings of the rest of the program. The last context to end restores them.
+The first entry has the settings of the rest of the program. Each context that ends removes the last
+entry, so the last context to end gets the first entry, and restores its settings. This also holds
+for contexts of several threads, which may end in any order.
 """
 
 
@@ -37,7 +39,7 @@ def beside_training() -> Iterator[None]:
     The context changes two settings of the whole process. At each dispatch, the dispatching thread
     gives up the interpreter, and gets it back only after another thread's turn. So a turn is
     limited to `TURN_S`. Garbage collection is off, because tracing would start collections that
-    look at every object and take half a second.
+    look at every object and stop all threads for half a second.
 
     >>> with beside_training():
     ...     round(sys.getswitchinterval(), 4), gc.isenabled()
@@ -59,7 +61,7 @@ def beside_training() -> Iterator[None]:
 
 
 def program_ends() -> bool:
-    """Tells whether the main thread has ended: from then on nothing can be handed to threads."""
+    """Tells whether the main thread has ended. From then on, Python refuses calls for threads."""
     try:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(int)
@@ -71,8 +73,8 @@ def program_ends() -> bool:
 class Thread:
     """A thread beside the training that runs calls, one after another, in the order of `ask`.
 
-    It is off until `switch` starts it. JAX lets each thread set `jax.enable_x64` for itself. A call
-    runs under the setting of the thread that has asked for it.
+    The thread is off until `switch` starts it. In JAX, each thread has its own `jax.enable_x64`. A
+    call runs under the setting of the thread that has asked for it.
 
     >>> thread = Thread("jvpipe-example")
     >>> thread.switch(on=True)
@@ -103,24 +105,27 @@ class Thread:
     @property
     def waiting(self) -> int:
         """The number of calls that have not ended yet."""
-        # Ended calls leave the list, so that it stays short.
+        # Calls that have ended are removed from the list, so that it stays short.
         self._asked = [future for future in self._asked if not future.done()]
         return len(self._asked)
 
     def ask(self, act: Callable[..., T], *args: Any) -> Future[T]:
-        """Hands a call to the thread; returns at once."""
+        """Hands a call to the thread, and returns its future result at once."""
         assert self._pool is not None, "switched on"
         wide = jax.config.read("jax_enable_x64")
         self._asked.append(future := self._pool.submit(_under, wide, act, *args))
         return future
 
     def wait(self) -> None:
-        """Waits until all calls have ended."""
+        """Waits for the calls in their order; raises the error of the first that has failed.
+
+        Calls that `waiting` has seen end are not looked at. Their errors are only in their futures.
+        """
         for future in self._asked:
             future.result()
 
 
 def _under(wide: bool, act: Callable[..., T], *args: Any) -> T:
-    """Calls a function with `jax.enable_x64` set."""
+    """Calls a function under the given setting of `jax.enable_x64`."""
     with jax.enable_x64(wide):
         return act(*args)

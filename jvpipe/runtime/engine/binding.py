@@ -1,10 +1,11 @@
 """Binds each row of a step to the program or copy that runs it, so that a step needs no look-ups.
 
 A row is one program, one copy, a wait, or the end of buffers, on one place (a device, or a mesh of
-several). The binding of a row is an `Instruction`. It has the compiled program or a function that
-copies. It also has the numbers of the arrays that the row reads, makes and frees, and the bytes
-that are made and freed. The controller (`controller.py`) then only follows the instructions. A new
-kind of row that runs no program needs a case in `_copy`.
+several). A step's arrays lie in a table, and a buffer is an entry of this table, named by its
+number. A row is bound to an `Instruction`, which consists of three things: the compiled program or
+a function that copies; the numbers of the buffers that the row reads, makes and frees; and the
+bytes that it makes and frees. The controller (`controller.py`) then only follows the instructions.
+A new kind of row needs a case in `_copy`.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,21 +37,25 @@ Waking another thread to copy such an array would take longer than the copy.
 class Instruction(NamedTuple):
     """A row with everything that running it needs.
 
+    A memory is named by the number of its place, or by `HOST`.
+
     Attributes:
         run: the executable, or a function that copies, waits or does nothing.
-        feed: the kind and index of the value that a FEED reads from the host; else None.
+        feed: for a FEED, which copies a leaf of the batch from the host: the kind and index of the
+            leaf; else None.
         gather: picks the arrays that the row reads from the table of all arrays.
         writes: the numbers of the buffers that the row writes.
         frees: the numbers of the buffers that end with the row, because no later row needs them.
-        target: the memory of the buffers that the row makes.
+        target: the memory of the buffers that the row makes; the row's place if it makes none.
         born_bytes: the bytes of the buffers that the row makes.
         temporary_bytes: the further bytes that the program holds in `target` while it runs.
-        source: the memory of the buffers that end with the row.
+        source: the memory of the buffers that end with the row; the row's place if none end.
         freed_bytes: the bytes of the buffers that end with the row.
         watched: whether the row calls code on the host, and can therefore fail after its dispatch.
         row: the row.
         mark: for a copy whose result later rows may overwrite, compiles a program that only reads
-            the result; else None. A monitor waits for this program instead of the result.
+            the result; else None. A monitor (`monitor.py`) waits for this program instead of the
+            result, because nothing may wait for an array that is being overwritten.
     """
 
     run: Callable[..., Any]
@@ -75,8 +80,8 @@ class Bound:
     Attributes:
         lowered: the rows that this process runs.
         instructions: the same rows, with their programs.
-        whole: the rows of all processes, before any are joined into groups; empty for a single
-            process.
+        whole: the rows of all processes, before any are joined into groups. The processes compare
+            them before they run. Empty for a single process.
     """
 
     lowered: Lowered
@@ -113,10 +118,11 @@ class Bound:
 
     @cached_property
     def laid(self) -> Lowered:
-        """The lowered step, in which buffers have the sizes that the device gives them.
+        """The lowered step, with the sizes that the device gives to buffers.
 
-        Some devices pad arrays. Programs for absent hardware report the padded sizes of their
-        arguments and results; other programs do not. A buffer gets the largest reported size.
+        Some devices pad arrays. Programs that were compiled for absent hardware report the padded
+        sizes of their arguments and results; other programs do not. Several programs may report a
+        buffer. It gets the largest of these sizes.
         """
         padded: dict[int, int] = {}  # by buffer, its bytes
         for one in self.instructions:
@@ -124,7 +130,7 @@ class Bound:
                 continue
             sizes = one.run.sizes
             taken = zip(one.row.reads, sizes.each_argument, strict=False)
-            yielded = zip(one.row.writes, sizes.each_result, strict=False)  # a marker follows
+            yielded = zip(one.row.writes, sizes.each_result, strict=False)  # then a marker
             for b, size in (*taken, *yielded):
                 padded[b] = max(padded.get(b, 0), size)
         if not padded:
@@ -162,7 +168,7 @@ def bind_rows(
         devices: the device of each place.
         executable_of: returns the executable of a row that runs a program.
         calls_host: tells whether a row calls code on the host.
-        mark_of: for a buffer that a copy makes, returns `Instruction.mark`.
+        mark_of: returns `Instruction.mark` for a buffer that a copy makes.
         crossing_of: returns a function that runs this process's half of a copy between processes;
             None for other rows.
         spec_of: tells how a leaf of the batch lies over a mesh.
@@ -177,8 +183,8 @@ def bind_rows(
         run = executable_of(row) if copy is None else copy
         # A FEED copies a leaf of the batch from the host. The value that it writes names the leaf.
         leaf = buffers[row.writes[0]].value if row.kind is Kind.FEED else None
-        # A monitor has to notice the arrival of a moved array before a later row overwrites the
-        # array. Copies to the host are never overwritten.
+        # A monitor must notice that a copied array has arrived before a later row overwrites it.
+        # Copies to the host need no mark, because they are never overwritten.
         moves = row.kind in (Kind.MOVE, Kind.IN) and row.writes
         instruction = Instruction(
             run=run,
@@ -246,7 +252,7 @@ def _copy(
         case Kind.FREE:
             return _wait
         case Kind.RECEIPT:
-            # `dispatch_ready` has waited for the receipt, so it has come or failed by now.
+            # `dispatch_ready` has waited for the witness, so it has come or failed by now.
             return _received
         case Kind.DROP:
             return _nothing
@@ -279,7 +285,8 @@ def _copy(
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
     """Returns a function that copies a leaf of the batch to a device.
 
-    A replica copies only its own examples. If the leaf is lazy, the replica also reads only those.
+    A replica copies only its own examples. If the leaf is lazy (read from its file when it is
+    used), the replica also reads only these examples.
     """
     if leaf.examples is None:
         return lambda x: feed(_read(x))
@@ -298,14 +305,21 @@ def _memory(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:
 
 
 def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
-    """Waits until a copy has arrived; `copy` is None if it was already used and freed."""
+    """Runs a FREE: waits until the copy of `source` has arrived, so that `source` can be freed.
+
+    If the copy was already used and freed, it has arrived. Then `copy` is None.
+    """
     if copy is not None:
         copy.block_until_ready()
     return ()
 
 
 def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
-    """Raises an error if a copy to another process has failed, as its `witness` shows."""
+    """Runs a RECEIPT: raises an error if a copy to another process has failed.
+
+    The `witness` is an array that the other process has sent back after the copy. It depends on the
+    copy, so it has failed if the copy has.
+    """
     witness.block_until_ready()
     return ()
 

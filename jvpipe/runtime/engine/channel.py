@@ -5,14 +5,16 @@ its n-th word under a key of its own, and reads the n-th words of all others. So
 or read twice if all processes make the same calls in the same order. If they do not, the names of
 the calls differ, and an error is raised. A process that fails writes its failure as its next word
 (`fail`). The others read it in their call of the same number, so the numbers of later calls agree.
-Keys are jvpipe/NUMBER/PROCESS; each column is one call:
+Each column is one call. The keys are jvpipe/NUMBER/PROCESS, or jvpipe/CHANNEL/NUMBER/PROCESS on a
+channel with a name:
 
     process 0   jvpipe/1/0 = "plan ..."    jvpipe/2/0 = "limits ..."
     process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both raise the failure
 
 A process deletes its n-th word just before it writes word n + 2. By then it has read word n + 1 of
 every other process. Each of them wrote its word n + 1 only after it had read all n-th words, so the
-deleted word has been read by all.
+deleted word has been read by all. (A process whose n-th word is a failure reads no n-th words, but
+it never needs them.)
 """
 
 import base64
@@ -38,7 +40,7 @@ FAILED = "failure"
 
 @dataclass
 class Channel:
-    """The end of a channel in one process.
+    """One process's end of a channel.
 
     Args:
         process: the number of this process.
@@ -53,7 +55,8 @@ class Channel:
         pulses: signs of life of the processes, once they are connected.
         silent_s: after how many seconds without a pulse a process counts as lost. JAX ends all
             processes after a longer silence, so jvpipe's message comes first.
-        channel: the name of the channel; calls on one channel do not wait for those on another.
+        channel: the name of the channel, with a slash at its end. Calls on one channel do not wait
+            for those on another, so each thread can have its own.
     """
 
     process: int
@@ -70,11 +73,11 @@ class Channel:
     _key: str = field(default="", repr=False)  # the key of this process's last word
     # The key of the word before the last one, once all others have read it; `_say` deletes it.
     _read: str = field(default="", repr=False)
-    # A text for the word that this process waits for; `Hosts.awaited` puts it into errors.
+    # A text that says for which word this process waits; `Hosts.awaited` puts it into errors.
     _awaited: str = field(default="", repr=False)
 
     def exchange(self, name: str, value: bytes) -> list[bytes]:
-        """Sends a value to all processes, and returns the values of all, by process.
+        """Sends a value to all processes; returns the values of all in the order of processes.
 
         Args:
             name: the name of the call; all processes must make the same call.
@@ -92,7 +95,7 @@ class Channel:
         return [line for _, line in words]
 
     def _tell(self, name: str, value: bytes) -> list[tuple[str, bytes]]:
-        """Sends a name and a value to all processes; returns the pair of each process."""
+        """Sends a name and a value to all processes; returns the pairs of all, in their order."""
         if self.count == 1:
             return [(name, value)]
         before = self._key
@@ -112,8 +115,8 @@ class Channel:
                 f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
             ) from error
         self._awaited = ""
-        # All others have written their words of this call, so they have read this process's word of
-        # the call before. The next call deletes that word.
+        # All others have written their words of this call, so they no longer need this process's
+        # word of the call before. The next call deletes that word.
         self._read = before
         return words
 
@@ -154,7 +157,8 @@ class Channel:
     def _bounded(self, say: Callable[[], None], name: str) -> None:
         """Calls the store, and waits for at most `timeout_s`.
 
-        The call runs in another thread, because it never returns if process 0 is stopped.
+        The call runs in another thread, because it never returns if process 0, which keeps the
+        store, is stopped.
         """
         outcome: Future[None] = Future()
 
@@ -258,7 +262,8 @@ class Channel:
     def silent(self, seconds: float, gone: Sequence[int] = ()) -> str:
         """Says which processes have given no sign of life for a time; empty if there are none.
 
-        A process without any pulse so far is not named, because some networks block pulses.
+        A pulse is a sign of life that each process sends all the time. Some networks block pulses,
+        so a process of which none has ever come is not named.
 
         Args:
             seconds: the time.

@@ -1,18 +1,19 @@
 """A compiled plan: a traced loss under a plan, with its programs compiled and its rows bound.
 
-A row is one program or one copy on one place (a device, or a mesh of several). A plan becomes ready
-to run in four phases. Each line shows a phase and what it makes:
+A row is one program, one copy or one wait on one place (a device, or a mesh of several). A plan
+becomes ready to run in four phases. Each line shows a phase and what it makes:
 
     lay out    layouts: which values each layer's programs take and leave, under the plan's fates
     lower      rows: what runs where and in which order, over numbered buffers
     compile    programs: one for each distinct row and device
     bind       instructions: rows with their programs, so that running needs no look-ups
 
-The first phase is in laid_plan.py, the last two are in row_binder.py. A layout is always the result
-of the first phase. The spec of an array says how it is cut over the devices of a mesh. Each phase
-runs when its result is first needed. So a plan that is only compared with other plans compiles
-nothing. If several processes run a plan, each binds only its own part of the rows. These parts fit
-together only if all processes have lowered the plan to the same rows (see `agree_on_rows`).
+The first phase is in laid_plan.py, the second in jvpipe/lowering, and the last two are in
+row_binder.py. In this file, a layout is always a result of the first phase. The spec of an array
+says how the array is cut over the devices of a mesh. Each phase runs when its result is first
+needed. So a plan that is only compared with other plans compiles nothing. If several processes run
+a plan, each binds only its own part of the rows. These parts fit together only if all processes
+have lowered the plan to the same rows, which `agree_on_rows` (row_agreement.py) checks.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -50,9 +51,9 @@ class CompiledPlan(LaidPlan):
 
     Args:
         previous: in a stream whose plan has changed: the compiled plan before this one, and the
-            number of the first micro-batch under this one. The number counts the micro-batches of
-            the earlier plan's lowered steps. A step that the run repeats is lowered only once, so
-            the number may be smaller than in the run.
+            number of the first micro-batch under this one. Only micro-batches of lowered steps are
+            counted. The run may repeat the last lowered step many times, so the number may be
+            smaller than in the run.
         hosts: the processes that run the plan together, if there are several.
         stand_in: a device of this process to use in place of all devices. Programs can then be
             compiled, and bytes counted, although the devices belong to other processes.
@@ -82,12 +83,13 @@ class CompiledPlan(LaidPlan):
         self._evaluation: Bound | None = None
         self._peaks: tuple[Peak, ...] | None = None
         self._warmup: CompiledPlan | None = None
+        # The steps and drains of a stream, by the number of lowered steps before them.
         self.bound_steps: dict[int, tuple[StreamStep, Bound]] = {}
         self.bound_drains: dict[int, tuple[StreamStep, Bound]] = {}
 
     @cached_property
     def row_programs(self) -> RowPrograms:
-        """The programs of rows for micro-batches that run under this plan."""
+        """The programs of the rows of micro-batches that run under this plan."""
         schedule = self.schedule
         has_sums = schedule.synchronous or schedule.period(self.microbatches) > 1
         return RowPrograms(
@@ -126,7 +128,10 @@ class CompiledPlan(LaidPlan):
 
     @property
     def warmup(self) -> "CompiledPlan | None":
-        """The same plan for the synchronous steps that begin an asynchronous run."""
+        """The same plan for the synchronous steps that begin an asynchronous run, if there are any.
+
+        They run under 1F1B.
+        """
         if self._warmup is None and (optimizer := self.warmup_optimizer):
             self._warmup = replace(
                 self.after(None),
@@ -148,7 +153,7 @@ class CompiledPlan(LaidPlan):
 
     @cached_property
     def spans(self) -> tuple[PlanSpan, ...]:
-        """The parts of a stream: one under each earlier plan, then one under this plan."""
+        """The parts of a stream: one under each earlier plan, and the last one under this plan."""
         if self.previous is None:
             return (PlanSpan(0, self.layouts()[0]),)
         earlier, start = self.previous
@@ -174,7 +179,10 @@ class CompiledPlan(LaidPlan):
 
     @property
     def _in_flight_at_switch(self) -> dict[int, frozenset[Spot]]:
-        """The arrays in flight at each change of plan in the stream, by the step of the change."""
+        """The arrays in flight at each change of plan in a stream, by the first step after it.
+
+        A change before the first step has none.
+        """
         if self.previous is None:
             return {}
         earlier, start = self.previous
@@ -185,7 +193,7 @@ class CompiledPlan(LaidPlan):
         return in_flight | {step: frozenset(earlier.stream.steps[step - 1].after)}
 
     def stream_step(self, steps: int) -> tuple[StreamStep, Bound]:
-        """Returns the step that a stream runs after its first `steps` steps."""
+        """Returns the step that a stream runs after its first `steps` steps, and its bound rows."""
         # From some step on, all steps of a stream are alike, so the last lowered one is repeated.
         n = min(steps, len(self.stream.steps) - 1)
         if n not in self.bound_steps:
@@ -197,7 +205,10 @@ class CompiledPlan(LaidPlan):
         return self.bound_steps[n]
 
     def drain(self, steps: int) -> tuple[StreamStep, Bound]:
-        """Returns the rows that finish what the first `steps` steps of a stream leave in flight."""
+        """Returns the rows that finish what the first `steps` steps of a stream leave in flight.
+
+        The first result is the drain as lowered, the second its bound rows.
+        """
         n = min(steps, len(self.stream.steps))
         if n not in self.bound_drains:
             step = self.stream.drain(n)
@@ -216,7 +227,8 @@ class CompiledPlan(LaidPlan):
     def after(self, previous: tuple["CompiledPlan", int] | None) -> "CompiledPlan":
         """Returns the same plan after another one in a stream, without groups of layers.
 
-        With groups, a plan may need more memory, so its peaks must be checked before groups run.
+        With groups, a plan may need more memory. So groups are used only after its peaks with
+        groups have been checked.
 
         Args:
             previous: the plan before it and its own first micro-batch, as in `CompiledPlan`.
@@ -236,8 +248,8 @@ class CompiledPlan(LaidPlan):
         if self.previous is None or steps < len(self.stream.steps):
             return self, steps
         # Compare this stream with one that runs under this plan alone. Once the micro-batches of
-        # the old plans have passed, both repeat the same step, so the state fits both. Only the
-        # number of steps before that step differs.
+        # the old plans have passed, both streams repeat the same step and leave the same arrays in
+        # flight, so the state fits both. Only the number of steps before that step differs.
         alone = self.after(None)
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)

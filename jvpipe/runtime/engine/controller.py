@@ -1,9 +1,9 @@
 """The controller: one thread that dispatches the rows of a lowered step in their order.
 
-A row is one program or one copy. Dispatch is asynchronous: a program starts when its device is free
-and its inputs have come, and the controller does not wait for it. The rows say which arrays each
-program reads, so results do not depend on when programs run. For small models the controller's own
-time per row is the bottleneck.
+A row is one program, one copy or one wait. Dispatch is asynchronous: a program starts when its
+device is free and its inputs have come, and the controller does not wait for it. The rows say which
+arrays each program reads, so results do not depend on when programs run. For small models, the
+controller's own time per row limits the speed.
 """
 
 from collections import deque
@@ -30,8 +30,9 @@ from jvpipe.runtime.engine.tensors import Ledger
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
 """Leaves of the batch, and seeds, on the host: micro-batch m reads `feeds[kind, index][m]`."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
-"""Moved arrays that may not have arrived yet, by buffer. Each has the number of the row that moves
-it, the row, and a function that compiles a program. `_look` makes a marker with this program."""
+"""Moved arrays that may not have arrived yet, by buffer. Each entry has the number of the row that
+moves the array, the row, and a function that compiles a program. The program reads the array, and
+yields the marker for which `_look` lets the monitor wait."""
 
 
 def _look(
@@ -49,7 +50,7 @@ def _look(
 
     Args:
         monitor: the monitor of the run; None only if `arriving` is empty.
-        arriving: the moved arrays. An array is removed once it has come or has a marker.
+        arriving: the moved arrays. An entry is removed once its array has come or has a marker.
         table: the array of each buffer.
         taken: the buffers that the next row overwrites or frees.
     """
@@ -67,8 +68,8 @@ def _look(
 class Moment(NamedTuple):
     """The step in which rows run.
 
-    If `flows` is true, the step belongs to a stream (a run without flushes). Some of its rows may
-    then work on micro-batches of earlier steps.
+    If `flows` is true, the step belongs to a stream: a run whose pipeline is not emptied between
+    steps. Some rows of the step may then work on micro-batches of earlier steps.
     """
 
     step: int
@@ -98,13 +99,13 @@ class Controller:
     Args:
         ledger: counts the bytes that rows make and free.
         microbatches: how many micro-batches a step has.
-        host_limited: whether the host has a memory limit. If so, a row that writes to the host
-            waits for earlier rows that free bytes of the host. So the host never holds more bytes
-            than the lowered step counts.
+        host_limited: whether the host has a memory limit. If so, a row that writes to the host is
+            dispatched only after all earlier rows that free bytes of the host. So the host never
+            holds more bytes than the lowered step counts.
         monitor: measures the rows; None if nothing is measured.
         marks: the marks of rows that can fail while they run. A mark stays until its row is known
-            to have succeeded. Marks are in the order of dispatch, so the first whose row has failed
-            shows the cause.
+            to have succeeded. If a row fails, the rows that depend on it fail, too. They were
+            dispatched later, so the first mark whose row has failed shows the cause.
         first_step: the number by which messages call the first step of a run.
         hosts: the processes that run the steps together, if there are several.
         profiled: whether a profiler sees each dispatch by the name of its row.
@@ -136,8 +137,8 @@ class Controller:
             at: the step, for error messages.
 
         Raises:
-            StageError: a row failed at its dispatch; the error's `table` has the arrays at that
-                time.
+            StageError: a row failed at its dispatch. The error's `table` has the arrays at that
+                time; after a failed migration, the caller makes the old state from them.
         """
         lowered = bound.lowered
         unmade = len(lowered.buffers) - lowered.persistent
@@ -152,8 +153,8 @@ class Controller:
         """Dispatches every row, and keeps the table of arrays.
 
         The table has the array of each buffer, and None for a buffer that is not made yet. Each row
-        adds the arrays that it makes, and removes those that it frees. This loop is the bottleneck
-        of models with small layers, so it has no calls or look-ups that a row does not need.
+        adds the arrays that it makes, and removes those that it frees. With small layers, this loop
+        limits the speed of training, so it has no calls or look-ups that a row does not need.
         """
         monitor, live, peak = self.monitor, self.ledger.live, self.ledger.peak
         persistent = bound.lowered.persistent
@@ -206,7 +207,7 @@ class Controller:
     def _order(self, bound: Bound, table: Sequence[Any]) -> Iterable[int]:
         """Returns the rows' numbers in the order of dispatch.
 
-        It is the order of the lowered rows, unless a row may have to wait for a late copy.
+        If no row may have to wait for a late copy, this is the order of the lowered rows.
         """
         if not bound.waits:
             return range(len(bound.instructions))
@@ -222,7 +223,10 @@ class Controller:
         instructions: Sequence[Instruction],
         at: Moment,
     ) -> None:
-        """Tells the monitor and the transport that a step begins."""
+        """Tells the monitor and the transport that rows are about to be dispatched.
+
+        The transport numbers the copies of a step by their rows, so it must know where steps begin.
+        """
         self._step = at.step
         if self.monitor is not None:
             self.monitor.begin(
@@ -309,14 +313,15 @@ class Controller:
     ) -> StageError:
         """Returns the error for the user; it names the row that failed first, if that is known.
 
-        It is a `HostLost` if another process is gone, because that is probably the cause.
+        If another process is gone, that is probably the cause, and the error is a `HostLost`.
 
         Args:
             error: the error that was raised.
             row: the row that was being dispatched, if there was one.
             at: the step of that row.
         """
-        # The error may be the consequence of an earlier one. The oldest failed mark is the cause.
+        # The error may follow from an earlier one. Then the oldest mark whose row has failed shows
+        # the cause.
         for mark in () if isinstance(error, HostLost) else self.marks:
             cause = self._error_of(mark)
             if cause is not None:

@@ -1,4 +1,7 @@
-"""The processes that run one pipeline: their agreements, common decisions, and copies of arrays."""
+"""The processes that run one pipeline: their agreements, common decisions, and copies of arrays.
+
+Each process usually runs on a host (a machine) of its own, so their class is called `Hosts`.
+"""
 
 import json
 import socket
@@ -36,7 +39,7 @@ _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
 
 
 class _Asked(NamedTuple):
-    """A copy that was asked for: its source process, row, and a weak reference to its result."""
+    """A copy asked of another process: that process, the row, a weak reference to the result."""
 
     process: int
     row: Row
@@ -78,8 +81,8 @@ class Hosts(Channel):
 
         Every call with the same name returns the same object.
         """
-        # A new private field must be added here if its value belongs to one channel. `_asked` is
-        # shared, because the copies of both channels use the same transport.
+        # `replace` passes all fields on. A private field that belongs to one channel must get its
+        # first value here. `_asked` is shared, because both channels copy by the same transport.
         fresh = {"_said": 0, "_key": "", "_read": "", "_awaited": "", "_asides": {}}
         aside = replace(self, channel=f"{self.channel}{name}/", **fresh)
         # If two threads call this at once, `setdefault` gives both the same object.
@@ -91,7 +94,8 @@ class Hosts(Channel):
         Args:
             arrays: arrays that come from another process, or depend on one that does; None stands
                 for an array of another process.
-            pause_s: seconds until the second check; later pauses are longer, unless this is 0.
+            pause_s: seconds between the first two checks. Each later pause is twice as long, up to
+                a millisecond.
 
         Raises:
             HostLost: a process has been silent for too long.
@@ -132,7 +136,8 @@ class Hosts(Channel):
         """Checks that all processes have the same texts.
 
         The processes exchange digests of the texts. If digests differ, the processes also exchange
-        their whole texts of the first part that differs, so that the message can show the line.
+        their whole texts of the first part that differs. So the message can show a line that
+        differs.
 
         Args:
             name: says in the message what is compared.
@@ -177,6 +182,7 @@ class Hosts(Channel):
             MemoryLimitExceeded: some processes cannot keep their limits. All processes raise the
                 error, with the largest limit that one of them needs.
             Disagreement: another process has failed in some other way.
+            Exception: the error of `act`, if it has failed in this process in some other way.
         """
         value: T | None = None
         failure: Exception | None = None
@@ -196,7 +202,8 @@ class Hosts(Channel):
                 failures.append(heard_failure(self.named(other), line))
         if not failures:
             return cast(T, value)
-        # The largest limit is enough for all processes. Failures of other kinds count as 0.
+        # The largest limit is enough for all processes. Failures of other kinds count as 0. Among
+        # equal ones, `max` takes the first, which is this process's own.
         worst = max(failures, key=limit_bytes)
         if worst is failure:
             raise worst
@@ -281,7 +288,8 @@ class Hosts(Channel):
                 assert arrived is not None
                 self.come(arrived)
                 values.append(to_host(arrived))
-        # No process goes on before all arrays have arrived, because it could overwrite its arrays.
+        # No process goes on before all arrays have arrived. It could overwrite an array that the
+        # first process has not copied yet.
         self.exchange("gathered", b"")
         return values
 
@@ -320,9 +328,10 @@ class Hosts(Channel):
         return self.transport
 
     def connect(self) -> None:
-        """Starts this process's transfer server, and connects it to those of the other processes.
+        """Starts this process's transfer server, from which the others copy arrays, and its pulses.
 
-        Does nothing if there is no other process, or if the processes are connected already.
+        All processes are then connected. Does nothing if this process is alone, or if the processes
+        are connected already.
         """
         if self.count > 1 and self.transport is None:
             address = self.address or _jax.own_address()
@@ -331,9 +340,9 @@ class Hosts(Channel):
             self.transport = transfer_servers(address, partial(self._publish, self.pulses))
 
     def _publish(self, pulses: Pulses, server: str) -> dict[int, str]:
-        """Exchanges the addresses of servers and pulses, and the names of hosts.
+        """Exchanges the addresses of servers and pulses, and the names of hosts; begins the pulses.
 
-        Returns the addresses of the other processes' servers.
+        Returns the addresses of the other processes' servers, by process.
         """
         mine = json.dumps([server, socket.gethostname(), pulses.own])
         words = [json.loads(word) for word in self.exchange("address", mine.encode())]

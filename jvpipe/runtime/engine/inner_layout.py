@@ -1,12 +1,14 @@
 """Lets the compiler choose how tensors between layers, and residuals, are cut over a mesh.
 
 A mesh is called a group of devices here. Residuals are the values that a forward leaves for its
-backward. The layout of an array says along which axes of the mesh it is cut.
+backward. The layout of an array says which axes of the mesh cut each of its dimensions; it is given
+as a spec.
 
-Layers are compiled in order. The inputs of a layer have the layouts that were chosen before. The
-compiler chooses the layouts of the layer's results. Later layers then read the results in these
-layouts. So an activation that is cut along an axis of the mesh need not be joined before the next
-product. One pass is enough, because no layer reads a tensor that a later layer makes.
+Layers are compiled in order. The layouts of a layer's inputs are known: those of parameters and
+batches are given, and those of tensors were chosen when an earlier layer was compiled. The compiler
+chooses the layouts of the layer's results. Later layers then read the results in these layouts. So
+an activation that is cut along an axis of the mesh need not be joined before the next product. One
+pass is enough, because no layer reads a tensor that a later layer makes.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
     Args:
         store: compiles the layers, to learn the layouts.
         traced: the model; its parameters and batches already have layouts.
-        group: any group of devices; the layouts are the same for all groups.
+        group: any group of devices. All groups have the same axes, and so the same layouts.
     """
     graph, sharding = traced.graph, traced.loss.sharding
     assert sharding is not None
@@ -79,8 +81,8 @@ def laid_programs(
     laid_programs = []
     for layer, of_layer in zip(graph.layers, programs, strict=True):
         takes, writes = specs(graph, layer.reads), specs(graph, layer.writes)
-        # A forward yields the values that it writes, and then its residuals. The layouts of the
-        # written values are fixed by now.
+        # A forward yields the values that it writes, and then its residuals. `laid_graph` has fixed
+        # the layouts of the written values.
         results = [*[None] * len(writes), *of_layer.signature.residuals]
         program = forward_program(of_layer)
         laid = _laid(
@@ -120,7 +122,7 @@ def _laid(
 ) -> list[Array | None]:
     """Returns the results of a program in the layouts that the compiler chooses for them.
 
-    A result with a fixed layout is None, in `open_arrays` and in what is returned.
+    Both `open_arrays` and the returned list have None for a result with a fixed layout.
 
     Args:
         store: compiles the program.
@@ -129,8 +131,8 @@ def _laid(
         open_arrays: the results whose layouts the compiler chooses.
         group: the group of devices.
         sharding: has the sizes of the group's axes.
-        fixed: the layouts of the first results, if these are fixed. Any further fixed results are
-            whole on each device.
+        fixed: the layouts of the first results, if these are fixed. A fixed result without an entry
+            here is whole on each device.
     """
     assert isinstance(group, DeviceGroup)
     gives: list[Spec | None] = []  # None lets the compiler choose
@@ -139,7 +141,8 @@ def _laid(
         gives.append(spec if array is None else None)
     (executable,) = store.compile([(program.laid(takes, gives), group)])
     chosen = [_chosen(of_result) for of_result in executable.output_shardings]
-    # JAX cuts arrays into equal parts. An array for which this is impossible keeps its layout.
+    # JAX cuts arrays into equal parts. An array that the chosen layout cannot divide into equal
+    # parts keeps the layout that it had.
     laid: list[Array | None] = []
     for array, spec in zip(open_arrays, chosen, strict=False):
         is_cut = array and sharding.divides(array.shape, spec)

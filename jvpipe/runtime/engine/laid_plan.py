@@ -1,6 +1,7 @@
 """A plan that is laid out: which values each layer's programs take and leave under its fates.
 
-This is the first phase of a compiled plan (compiled_plan.py). A layout has, for each layer, a
+This is the first phase of a compiled plan (compiled_plan.py). The fate of a value is to be kept,
+swapped to the host or recomputed between forward and backward. A layout has, for each layer, a
 forward and a backward that fit together: the forward leaves the residuals that the backward takes.
 A plan has one layout, or two if the last micro-batch of a step keeps all values.
 """
@@ -72,7 +73,8 @@ class LaidPlan:
         where = Placement(graph, self.plan, self.optimizer)
         self.persistent = where.lasting
         fates = Fates.of(graph, self.plan)
-        # The residuals that each layout keeps. The second layout is that of the last micro-batch.
+        # For each layout, the fates that say which residuals it keeps, or "all". If there is a
+        # second layout, it is that of the last micro-batch.
         shares: list[Share | Fates] = [fates]
         if self.plan.keep_last:
             shares.append("all")
@@ -98,7 +100,10 @@ class LaidPlan:
 
     @property
     def _group(self) -> Device | None:
-        """A mesh of this process, if tensors between layers are cut over meshes; else None."""
+        """A mesh of this process, if tensors between layers are cut over meshes; else None.
+
+        Any mesh will do, because all have the same axes.
+        """
         is_laid = self.traced.loss.sharding and not self.plan.replicated
         return next(filter(is_own, self.devices)) if is_laid else None
 
@@ -112,7 +117,7 @@ class LaidPlan:
 
     @cached_property
     def recomputed_shares(self) -> list[float]:
-        """By layer, the estimated share of its backward that computes values again."""
+        """By layer, the estimated share of its backward's time that computes values again."""
         device = accelerator_of(first_of(self.devices[0]))
         return recomputed_shares(self.store, self.traced, self.plan, device)
 
@@ -152,8 +157,9 @@ class LaidPlan:
         of its own.
 
         Args:
-            first: the number of this plan's first layout. Rows name layouts by number. If earlier
-                micro-batches run under another plan, that plan's layouts have the first numbers.
+            first: the number of this plan's first layout, by which rows name it. It is 0, unless
+                earlier micro-batches run under other plans. Their layouts then have the numbers
+                below `first`.
         """
         plans = [self.plan]
         if self.plan.keep_last:
@@ -189,6 +195,6 @@ class LaidPlan:
     def batching(self) -> Batching | None:
         """How values depend on a micro-batch's examples; None unless replicas work on slices.
 
-        An activation has a part for each example, for instance, and a loss is a mean over them.
+        For instance, an activation has a part for each example, and a loss is a mean over examples.
         """
         return self.replicas.batching if self.replicas else None

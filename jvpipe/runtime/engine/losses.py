@@ -1,9 +1,9 @@
 """Checks that losses are finite, as early as possible without delaying the pipeline.
 
-A loss is read only when it has come. If it is not finite, an optimizer may still keep the
-parameters finite (`optax.apply_if_finite`, `optax.zero_nans`). Training then goes on, with one
-warning until a loss is finite again. If a parameter is NaN, training cannot go on, and an error is
-raised.
+Unless the caller waits, a loss is read only when its computation has ended, so that no check delays
+the dispatch. If a loss is not finite, an optimizer may still keep the parameters finite
+(`optax.apply_if_finite`, `optax.zero_nans`). Training then goes on, and there is only one warning
+until a loss is finite again. If a parameter is NaN, training cannot go on, and an error is raised.
 """
 
 import logging
@@ -27,7 +27,8 @@ _log = logging.getLogger("jvpipe")
 class Losses(NamedTuple):
     """The losses of a step under a plan.
 
-    If they are `apart`, `values` has a loss for each micro-batch; otherwise it has the step's loss.
+    If `apart` is true, `values` has a loss for each micro-batch. Otherwise it has only the loss of
+    the step.
     """
 
     step: int
@@ -70,8 +71,10 @@ class LossWatch:
 
         Args:
             params: returns the newest parameters; called only if a loss is not finite.
-            wait: whether to wait for losses that have not come yet.
-            last: whether to check the losses of the last step as well.
+            wait: whether to wait for losses that have not been computed yet.
+            last: whether to check the losses of the last step as well. A caller that waits between
+                the steps of a stream leaves them out, so that the devices have the last step to
+                work on during the wait.
 
         Raises:
             ValueError: a loss is not finite, and a parameter is NaN.
@@ -80,7 +83,7 @@ class LossWatch:
         while len(self._steps) > (0 if last else 1):
             losses = self._steps[0]
             have_come = all(map(_jax.is_ready, losses.values))
-            # Steps are checked in order, because a bad loss may be the cause of later bad losses.
+            # Steps are checked in order, because a bad loss may cause later bad losses.
             if not (wait or have_come):
                 return
             self._steps.popleft()

@@ -2,8 +2,11 @@
 
 Each process connects to process 0, which checks that all have the secret and equal options,
 and tells them the port for JAX. The connections stay open during the run. If JAX loses a
-process, it ends the others at once, without a message from jvpipe. So a separate thread
-reports a connection that ends, unless the process at its other end has said farewell.
+process, it ends the others at once, before jvpipe's training thread can say why. So a separate
+thread reports a connection that ends, unless the process at its other end has said farewell.
+
+In the picture, time runs down, and each arrow is a line from one process to the other. A nonce is a
+random text that is used in one connection only (signed_lines.py).
 
     process i                               process 0
       greeting with a nonce   --------->
@@ -40,15 +43,16 @@ class Patience:
     Attributes:
         handshake_s: the longest time from a connection to the line that introduces the process.
         knock_s: the time between two tries to reach process 0.
-        say_s: the time between two lines in which a waiting process says for whom it waits.
+        say_s: the time after which a waiting process says again for whom it waits.
         farewell_s: the longest time in which process 0 tells the others how the meeting ended, and
             in which a process sends its farewells.
-        crowd: the largest number of connections, so that strangers cannot use up all file
-            descriptors.
-        look_s: the time between two checks, during training, whether the run makes progress.
-        grace_s: the time that the training thread, which knows the failed task, has to report a
-            lost process. After this time another thread reports the process.
-        ending_s: how long an ending process waits at most for the others or for JAX's shutdown.
+        crowd: the largest number of connections that are served at a time, so that strangers cannot
+            use up all file descriptors.
+        look_s: the time between two checks, during training, that no process is lost and that the
+            run makes progress.
+        grace_s: how long the training thread has to report a lost process, because it knows the
+            failed task. After this time, another thread reports the process and ends this one.
+        ending_s: how long a process that ends waits at most for the others or for JAX's shutdown.
     """
 
     handshake_s: float = 5.0
@@ -64,7 +68,7 @@ class Patience:
 PATIENCE = Patience()
 
 Parts = Mapping[str, list[str]]
-"""For each named value, a list as in JSON: its digest, and the first characters of its text."""
+"""For each named value, a list (JSON has no tuples): its digest, and the start of its text."""
 
 
 class Given(NamedTuple):
@@ -93,7 +97,10 @@ class _Side:
         self._is_over = False
 
     def _meet(self, meeting: Coroutine[Any, Any, None]) -> Any:
-        """Begins the meeting in a new thread, and waits for its result."""
+        """Begins the meeting in a new thread, and waits for its result.
+
+        The thread goes on after the meeting, and serves the connections until the process ends.
+        """
 
         def run() -> None:
             try:
@@ -119,6 +126,7 @@ class _Side:
         return self._held[lines]
 
     async def _hear(self, lines: SignedLines, left: Awaitable[object], whom: str) -> None:
+        """Waits for the other end's farewell, reports a connection without one, and closes it."""
         try:
             await left
         except (OSError, ValueError, AnotherSecretError):
@@ -134,7 +142,7 @@ class _Side:
         if self._loop is None:
             return
         farewells = []
-        # A copy, because the other thread removes connections that end.
+        # The loop goes over a copy, because the other thread removes connections that end.
         for lines in list(self._held):
             farewell = lines.say(farewell=True)
             farewells.append(asyncio.run_coroutine_threadsafe(farewell, self._loop))
@@ -178,6 +186,10 @@ class MeetingServer(_Side):
         _port_in(self._meet(self._serve(timeout_s)))
 
     async def _serve(self, timeout_s: float) -> None:
+        """Serves connections until all processes have come, one has other values, or time is over.
+
+        It then tells `wait` the result, and goes on to serve, to refuse processes that come late.
+        """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._end_if_complete()
@@ -190,7 +202,7 @@ class MeetingServer(_Side):
                 _say(f"waiting for {self._missing()}")
         if not self._end.done():
             self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
-        if self._visits:  # the others get the result first, because a refusal ends this process
+        if self._visits:  # others get the result first, because a refusal will end this process
             await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
         self._met.set_result(self._end.result())
         await server.serve_forever()
@@ -232,7 +244,7 @@ class MeetingServer(_Side):
             self._refuse(f"a second process {process}, on {host}")
             why = f"there is a process {process} already: the run goes on without another one"
             await lines.say(refused=why, again=True)
-        # Only a process that has the secret comes this far, so its values may end the meeting.
+        # Only a process that has the secret comes this far. So it is allowed to end the meeting.
         elif differing := _differing(mine, parts, 0, process):
             if self._end.done():
                 self._refuse(f"process {process} on {host}: {differing}")
@@ -243,7 +255,7 @@ class MeetingServer(_Side):
             await self._keep(lines, process)
 
     async def _keep(self, lines: SignedLines, process: int) -> None:
-        """Counts a process as present until it leaves; tells it how the meeting ends."""
+        """Counts a process as present unless it leaves early; tells it how the meeting ends."""
         self._present.add(process)
         self._end_if_complete()
         left = asyncio.ensure_future(lines.hear())  # its next line can only be a farewell
@@ -311,12 +323,14 @@ class Attendance(_Side):
         return self._meet(self._attend(timeout_s))
 
     async def _attend(self, timeout_s: float) -> None:
+        """Attends the meeting, and then keeps the connection until process 0 says farewell."""
         until_s = time.monotonic() + timeout_s
         where = f"{self._host}:{self._port}"
         lines = await _reached(self._host, self._port, self._process, self._given.secret, timeout_s)
         missing = ""
         try:
-            # Process 0 decides when the time is over. So this process waits a little longer.
+            # Process 0 decides when the time is over, and says so. Until that line comes, this
+            # process waits a little longer.
             async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + PATIENCE.farewell_s):
                 await lines.say(process=self._process, parts=self._given.parts)
                 while "missing" in (words := await lines.hear()):

@@ -1,4 +1,8 @@
-"""Meshes that a user gives as devices, and the rules that cut parameters along their axes."""
+"""Meshes that a user gives as devices, and the rules that cut parameters along their axes.
+
+A stage can run on a mesh of several devices instead of a single device. The axes of the meshes are
+called inner axes, because they lie inside a stage of the pipeline.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,18 +26,22 @@ def inner_axes(
 ) -> tuple[Any, Sharding | None]:
     """Makes each mesh a device group (which counts as one device), and checks the sharding rules.
 
-    The rules say how parameters and batches lie over a mesh. Without meshes, returns the
-    devices as they are, and None in place of rules.
+    All arguments are as the user gave them.
 
     Args:
-        devices: as the user gave them, like the other arguments.
-        sharding: a `PartitionSpec` for each pattern of parameters' paths.
+        devices: the devices, or a mesh for each stage.
+        sharding: by pattern (a regular expression) of parameters' paths, a `PartitionSpec` that
+            says how the parameters are cut over a mesh.
         batch_axis: the axis over which the examples of a micro-batch lie.
         replicas: how many meshes each stage has.
 
+    Returns:
+        The groups, and how parameters and batches lie over them. Without meshes, the devices as
+        they are, and None.
+
     Raises:
-        ValueError: meshes have different axes, share a device or cross processes; or a rule
-            names an axis that the meshes do not have.
+        ValueError: meshes have different axes, share a device or have devices of several processes;
+            or a rule names an axis that the meshes do not have.
     """
     listed = list(devices) if isinstance(devices, Sequence) else []
     meshes = [one for one in listed if isinstance(one, Mesh)]
@@ -57,7 +65,8 @@ def inner_axes(
             f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have "
             f"{_listed(common)}"
         )
-    # Meshes made here have axes of JAX's default type, over which the compiler lays out values.
+    # The user's meshes may have axes of any type. The meshes made here have axes of JAX's default
+    # type, over which the compiler chooses how values lie.
     groups = [DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes]
     _check_apart(groups)
     if sharding is None and batch_axis is None:
@@ -94,7 +103,7 @@ def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
     """Returns the axes that all meshes have, with their sizes."""
     first = dict(meshes[0].shape)
     for stage, mesh in enumerate(meshes):
-        # Shapes are ordered dicts, so meshes whose axes have another order differ.
+        # Shapes are ordered dicts, so the same axes in another order are not equal.
         if mesh.shape != meshes[0].shape:
             raise ValueError(
                 f"the mesh of stage 0 has axes {first}, that of stage {stage} "
@@ -124,7 +133,7 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
 
 
 def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
-    """Checks that `sharding` is a mapping with rules; the rules are checked against axes later."""
+    """Checks that `sharding` is a mapping with rules; `inner_axes` checks the rules themselves."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not "

@@ -1,11 +1,13 @@
 """Measures the seconds of each task without delaying the pipeline.
 
-The end of a task is observed. Every program yields a marker, an array of four bytes that no other
-program reads. A copy to the host or back needs no marker, because its result serves as one. For
-each device, one thread waits for the markers of programs in their order, and another one for the
-results of copies. Each thread notes when a marker or a result comes.
+The tasks of a stage run as rows: programs and copies. The end of a row is observed. Every program
+yields a marker, an array of four bytes that no other program reads. A copy to the host or back
+needs no marker, because its result serves as one. For each device, one thread waits for the markers
+of programs in their order, and another one for the results of copies to the host and back. Each
+thread notes when a marker or a result comes.
 
-The start of a task is computed from the ends, because JAX does not report it (record.py).
+The start of a row is computed from the ends of earlier rows, because JAX does not report it
+(record.py).
 
 An array that moves to another device may be overwritten there, so no thread may wait for it. The
 controller checks such an array whenever it dispatches a row. If the row would overwrite the array
@@ -52,9 +54,9 @@ class Measured:
         swapped_bytes: how many bytes were copied to the host.
         copy_s: the seconds of copies to the host and back.
         exposed_s: the part of `copy_s` in which a device was idle because of a copy.
-        recomputed_s: the seconds of forwards that ran again, and of values that backwards computed
-            again, if `with_inside` has added them.
-        exposed: `exposed_s` by the name of the device.
+        recomputed_s: the seconds of forwards that ran again. If `with_inside` has added them, also
+            the seconds in which backwards computed values again.
+        exposed: the seconds of `exposed_s`, by the name of the device.
     """
 
     spans: tuple[Span, ...]
@@ -69,8 +71,7 @@ class Measured:
 
         They are medians over micro-batches. A layer whose forward or backward did not run has 0. If
         a layer has replicas, the slowest counts, because the others wait for it. A backward may run
-        whole or in two halves. If a layer has whole and divided backwards, only the whole ones
-        count.
+        whole or in two halves. If a layer has backwards of both forms, only the whole ones count.
 
         Args:
             layers: how many layers the model has.
@@ -102,15 +103,16 @@ class Measured:
         return sum(median_s.get((layer, kind), 0.0) for kind in counted)
 
     def with_inside(self, shares: Sequence[float], kept: int | None) -> "Measured":
-        """Returns the same with the seconds in which backwards computed values again inside.
+        """Returns the same, but `recomputed_s` also has the recomputing inside of backwards.
 
         Args:
-            shares: by layer, the share of its backward that computes values again.
-            kept: the micro-batch of which everything is kept, if there is one.
+            shares: by layer, the share of its backward's time that computes values again.
+            kept: the micro-batch of which every value is kept, if there is one. Its backwards
+                compute nothing again.
         """
         inside_s = 0.0
         for span in self.spans:
-            # In a step before a change of the model, there may have been more layers.
+            # The step may be older than a change of the model that has removed layers.
             has_share = span.kind in _BACKWARDS and span.args["layer"] < len(shares)
             if has_share and span.args["microbatch"] != kept:
                 inside_s += shares[span.args["layer"]] * (span.end_s - span.start_s)
@@ -123,16 +125,16 @@ class Measured:
 
 
 Item = tuple[Record, int, jax.Array | None]
-"""A record, the number of a row in it, and the row's marker. If there is no marker, the item stands
-for the end of the record."""
+"""What a thread gets: a record, the number of a row in it, and the row's marker. An item without a
+marker stands for the end of the record."""
 
 
 class Monitor:
     """An observer of a run's steps, which keeps the records of the last few.
 
-    Each device has three queues: one for its programs, one for its link to the host, and one for
-    the links from other devices. The rows of a queue end in order, so one thread per queue can wait
-    for their markers one after another.
+    Each device has three queues of rows: its programs, its copies to the host and back, and the
+    moved arrays that come from other devices. The rows of a queue end in order, so one thread per
+    queue can wait for their markers one after another.
 
     Args:
         devices: the device of each place.
@@ -154,11 +156,13 @@ class Monitor:
         self.memories = [*names, "host"]
         links = [f"{name} host" for name in names]
         self._names = [*names, *links]
-        # For each device: its programs, its link to the host, and its links from other devices.
+        # The queues of all devices' programs, then of their links to the host, then of their links
+        # from other devices.
         queues = range(3 * len(names))
         self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in queues]
         self._last = [0.0] * len(self._queues)
-        # Each step is followed by the drain of its stream, if it has one.
+        # Each entry has the record of a step, and that of the drain after it, if there was one. A
+        # drain finishes the micro-batches that a stream has in flight.
         self._steps: deque[list[Record]] = deque(maxlen=max(2, kept))
         self._now: Record | None = None
         for place, queue in enumerate(self._queues):
@@ -183,7 +187,7 @@ class Monitor:
             flows: whether rows may work on micro-batches of earlier steps.
         """
         before = self.close()
-        # Moves are not a step. They are read together with the step that follows them.
+        # Moves are not a step. They are read together with the step after them.
         moves = before if before and not _computes(before.lowered) else None
         ended = before.after if before else [0.0] * len(self._queues)
         self._now = Record(
@@ -201,7 +205,7 @@ class Monitor:
             self._steps[-1].append(self._now)
 
     def noting(self, order: Iterable[int]) -> Iterator[int]:
-        """Yields the numbers of rows in the given order, and notes the order."""
+        """Yields the given numbers of rows, and notes them in the record, in their order."""
         assert self._now is not None, "begun"
         for index in order:
             self._now.order.append(index)
@@ -222,7 +226,7 @@ class Monitor:
             self.watch(index, row, mark)
 
     def watch(self, index: int, row: Row, mark: jax.Array) -> None:
-        """Lets the thread of a row's queue wait for the row.
+        """Lets the thread of a row's queue wait for the row's marker.
 
         Args:
             index: the number of the row in the step.
@@ -234,7 +238,11 @@ class Monitor:
         queue.put((self._now, index, mark))
 
     def arrived(self, index: int) -> None:
-        """Notes that the array that a row has moved has arrived."""
+        """Notes that a moved array has arrived.
+
+        Args:
+            index: the number of the row that has moved it.
+        """
         assert self._now is not None, "begun"
         self._now.ended[index] = time.perf_counter()
 
@@ -255,7 +263,7 @@ class Monitor:
         return [record for step in list(self._steps)[-count:] for record in step]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Waits for the last step, and returns what was measured; drains of streams do not count.
+        """Waits for the last step, and returns what was measured of it, without a drain after it.
 
         Args:
             before: whether to read the step before the last one, if there is one.
@@ -283,7 +291,7 @@ class Monitor:
         took_s: dict[str, float] = defaultdict(float)
         for span in spans:
             took_s[span.kind] += span.end_s - span.start_s
-        # Moves of layers just before the step are shown in front of it.
+        # If layers were moved just before the step, the moves are shown in front of it.
         moves = self.read(record.moves).spans if record.moves else ()
         exposed: dict[str, float] = defaultdict(float)
         for place, seconds in reading.exposed_s.items():
@@ -306,7 +314,7 @@ class Monitor:
     ) -> Iterator[Span]:
         """Yields the spans of a row: one, or one for each layer of a group.
 
-        The time of a group is divided in proportion to the layers' weights.
+        The time of a group is divided in proportion to the layers' expected times (`_weight`).
 
         Args:
             record: the record of the step.
@@ -322,7 +330,10 @@ class Monitor:
             at_s = until_s
 
     def _weight(self, part: Row) -> float:
-        """Returns how long a layer's part of a group takes, relative to the other parts."""
+        """Returns how long a layer's part of a group should take, relative to the other parts.
+
+        A layer without known seconds, and a kind without an assumed time, count as 1.
+        """
         has_seconds = 0 <= part.layer < len(self._layer_s)
         of_layer = self._layer_s[part.layer] if has_seconds else 0.0
         of_kind = KINDS[part.kind].weight
@@ -341,8 +352,8 @@ class Monitor:
         args: dict[str, int] = {"layer": row.layer, "microbatch": m}
         if row.kind in WATCHED:
             args["bytes"] = sum(record.lowered.buffers[b].bytes for b in row.writes)
-        # In a stream, micro-batches of earlier steps have negative numbers. Everybody else counts
-        # them from the start of their own step.
+        # In a stream, micro-batches of earlier steps have negative numbers here. Readers of spans
+        # expect numbers that count from the start of the micro-batch's own step.
         if m < 0 and record.flows and m != NEVER:
             step, m = divmod(m, self._microbatches)
             args |= {"microbatch": m, "steps_ago": -step}
@@ -362,7 +373,8 @@ class Monitor:
         of the links from other devices.
         """
         devices = len(self._names) // 2
-        # The source's half of a MOVE between processes writes nothing here.
+        # If a MOVE goes to another process, this process runs only the source's half, which writes
+        # nothing.
         if row.kind is Kind.MOVE and row.writes:
             return lowered.buffers[row.writes[0]].memory + 2 * devices
         return row.place + devices * (row.kind in WATCHED)
@@ -390,7 +402,7 @@ class Monitor:
             try:
                 with _annotated(record, index):
                     mark.block_until_ready()
-            except Exception:  # the error is raised again where the result is read
+            except Exception:  # whoever reads the row's result gets this error, too
                 continue
             finally:
                 del mark  # a copy to the host would otherwise stay in memory after its FREE
@@ -405,6 +417,7 @@ def _annotated(record: Record, index: int) -> AbstractContextManager[object]:
 
 
 def _computes(lowered: Lowered) -> bool:
+    """Tells whether rows run programs, and are not only moves of layers."""
     return any(KINDS[row.kind].computes for row in lowered.rows)
 
 

@@ -2,8 +2,10 @@
 
 These arrays are the parameters, the optimizer's state, the model state and constants. They are
 placed in the order of the buffer table. A `Leaf` (`training_state.py`) makes an array or puts a
-given one on its device. When a run begins, the optimizer's state has no leaves. The pieces
-of the optimizer compute this state from the parameters, each piece on the device of its layer.
+given one on its device. When a run begins, the optimizer's state has no leaves. It is computed from
+the parameters by the pieces of the optimizer. A piece is a program that makes the state of one
+layer on the layer's device, or the state that belongs to no layer. Pieces may also pass small
+values to later pieces.
 """
 
 from collections import Counter
@@ -28,9 +30,8 @@ from jvpipe.runtime.engine.value_shapes import value_spec
 from jvpipe.util.devices import Device, is_own, sharding_on, swapper
 
 Key = Spot | Slot
-"""The key of an array while a state is made: its spot, that is, its value and place. For a
-small value that pieces of the optimizer pass to each other, the key is its slot (its name in a
-piece)."""
+"""The key of an array while a state is made. It is the array's value and place (a spot), or for a
+small value that pieces pass to each other, its name in the pieces (a slot)."""
 _LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
 
 
@@ -40,7 +41,7 @@ def name_of(buffer: Buffer) -> Name:
 
 
 def key_of(buffer: Buffer) -> Spot:
-    """Returns the key of a persistent array, wherever it lies: on its device or on the host."""
+    """Returns the key of a persistent array, the same on its device and on the device's host."""
     return Spot(buffer.value, buffer.place)
 
 
@@ -104,7 +105,8 @@ class Placing:
     def _pass(self, ledger: Ledger) -> None:
         """Counts optimizer state that will lie on the host, while it passes through its device.
 
-        Such state is made last, layer by layer, so only one layer's bytes are on a device at once.
+        Such state is made after all other arrays and layer by layer. So a device holds such state
+        of only one layer at a time.
         """
         passing = Counter[tuple[int, int]]()
         for buffer in self.buffers:
@@ -127,7 +129,7 @@ class Placing:
         leaves: Mapping[Name, Leaf],
         store: ProgramStore,
     ) -> tuple[jax.Array, ...]:
-        """Makes the persistent arrays of this process, and initializes state without leaves.
+        """Makes this process's persistent arrays: by leaves, or else by the optimizer's pieces.
 
         Returns the arrays in the order of `buffers`, with None for those of other processes.
 
@@ -148,7 +150,7 @@ class Placing:
                 temporary = leaves[name].needs(device, spec)
                 ledger.hold(buffer.memory, buffer.bytes)
                 ledger.hold(buffer.place, 0, temporary)
-                # A parameter is made once. Other places that read it get copies.
+                # A parameter is made once. The other places that read it get copies of it.
                 if buffer.owner is Owner.PARAMETER and name in first:
                     table[key] = self.put(table[first[name]], buffer)
                 else:
@@ -167,8 +169,8 @@ class Placing:
     def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
         """Moves an array from the device that made it to the memory where it lies between steps.
 
-        Only an array that lies on the host has to move. This method then waits for the copy and
-        deletes the array on the device.
+        Only an array that lies on the host between steps has to move. Then this method waits for
+        the copy, and deletes the array on the device.
         """
         if not buffer.copy.on_host:
             return array
@@ -197,6 +199,7 @@ class Placing:
         return self._resting(array, buffer)
 
     def _spec(self, value: Value) -> Spec:
+        """Returns how a value is cut over the devices of a mesh."""
         return value_spec(self.graph, self.optimizer, value)
 
     def _is_own(self, buffer: Buffer) -> bool:
@@ -257,10 +260,10 @@ class Placing:
         """Returns, by device, the largest number of bytes that one piece makes needlessly.
 
         `initialize_optimizer` runs whole pieces. A piece makes all arrays of its state, even those
-        that the table already has.
+        that the table already has. A check of memory limits must count these, too.
         """
         pieces, lacking = self._initializing(table)
-        # Small values between pieces are not counted.
+        # The small values that pieces pass to each other are not counted.
         size: dict[Key, int] = {key_of(buffer): buffer.bytes for buffer in self.buffers}
         largest = [0] * len(self.devices)
         for piece in pieces:
@@ -273,8 +276,8 @@ class Placing:
     def _initializing(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """Returns the pieces that make the state missing from the table, and the keys to be made.
 
-        If a piece is needed, so are the earlier pieces that make the values that it reads. So the
-        loop goes from the last piece to the first.
+        If a piece is needed, so are the earlier pieces that make the values that it reads. The loop
+        goes from the last piece to the first, so it knows what later pieces need.
         """
         owned = [b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b)]
         lacking: set[Key] = {key_of(b) for b in owned}
@@ -312,7 +315,8 @@ class Placing:
 def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
     """Returns the key of a value that an initializing piece reads or writes.
 
-    A small value has no fixed place, so its slot is its key. A piece on another device copies it.
+    A small value has no fixed place, so its key is the slot, which has no place. A piece on another
+    device than the value's copies it.
 
     Args:
         graph: the model's layers.

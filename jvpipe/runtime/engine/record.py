@@ -1,14 +1,15 @@
 """The record of a step's times, and the start and end of each row, which are read from it.
 
-The end of a row is observed (monitor.py). The start is computed. It is the latest of three times:
-when its queue was free, when its inputs were ready, and when it was dispatched. In the picture,
-time runs to the right, and each line is a queue of rows that run in order:
+A row is a program or a copy. Its end is observed (monitor.py). Its start is computed. It is the
+latest of three times: when its queue was free, when its inputs were ready, and when it was
+dispatched. In the picture, time runs to the right, and each line is a queue: rows that run one
+after another, because they use the same device or the same link:
 
     device 0   [  F0  ][  F1  ]         [ B0 ]      programs: two forwards, one backward
     link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
 
 Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, the idle time counts as
-exposed: the device does no work that would hide this part of the copy.
+exposed: in this part of the copy, the device does no other work.
 """
 
 import threading
@@ -42,10 +43,10 @@ class Record:
 
     Attributes:
         order: the numbers of the rows in the order of dispatch.
-        times: by row, its start and end; empty until the record is read.
+        times: by row, its start and end; empty until the record is read (`Monitor.read`).
         after: for each queue, the end of its last row of the step.
         dispatched: by row, when it was dispatched.
-        ended: by row, when its marker came.
+        ended: by row, when its marker came. A marker is an array that comes when the row has run.
         passed: for each queue, an event that is set once all its rows of the step have ended.
         closed: whether all rows have been dispatched.
     """
@@ -76,7 +77,8 @@ class Reading:
         free_s: for each queue, when its last row so far ended.
         made_s: for each buffer, when it was made.
         fetched: the buffers that came back from the host.
-        waiting: the devices that had a FREE since their last program.
+        waiting: the devices that had a FREE since their last program. A FREE is a row that waits
+            until a copy has arrived, and then frees the buffer that was copied.
         exposed_s: by device, the seconds for which copies to the host and back kept it idle.
     """
 
@@ -87,7 +89,9 @@ class Reading:
     exposed_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def pass_row(self, record: Record, index: int, place: int) -> tuple[float, float]:
-        """Returns the start and end of a row, and notes what the times of later rows depend on.
+        """Returns the start and end of a row, and notes its times for the rows after it.
+
+        Rows must be passed in the order of the lowered step, because each needs earlier times.
 
         Args:
             record: the record of the step.
@@ -113,7 +117,10 @@ class Reading:
         return start_s, end_s
 
     def _expose(self, row: Row, place: int, start_s: float, dispatched_s: float) -> None:
-        """Adds the time by which copies to and from the host delayed a program, if any.
+        """Adds the time by which copies to and from the host have delayed a program, if any.
+
+        It is the time between the computed start and the start that would have been possible
+        without these copies.
 
         Args:
             row: the row of the program.
@@ -124,7 +131,7 @@ class Reading:
         others = [self.made_s.get(b, 0.0) for b in row.reads if b not in self.fetched]
         inputs_s = max(others, default=0.0)
         # A FREE waits for a copy, and so delays the dispatch of later rows. Without the copy, the
-        # program might have been dispatched earlier, so its time of dispatch is left out.
+        # program might have been dispatched earlier. So its time of dispatch does not count here.
         asked_s = 0.0 if row.place in self.waiting else dispatched_s
         possible_s = max(self.free_s[place], inputs_s, asked_s)
         if self.free_s[place]:  # 0 before the first program of a run, which waits for no copy

@@ -1,15 +1,20 @@
 """The programs of stages with replicas: those of layers on slices, and those that cut and join.
 
 Replicas are devices that run the same layers, each on a slice of every micro-batch. In this
-picture, a micro-batch has four examples, START:STOP is a slice of them, and time runs to the right:
+picture, a micro-batch has four examples, START:STOP is a slice of them, and time runs to the right.
+The update of stage 1 is left out:
 
-    stage 0, two replicas    F(0:2)  F(2:4)                   one forward on each replica
-    stage 1, one device              CONCAT  F  B  SLICE      joins slices, cuts cotangents
-    stage 0                                         B(0:2)  B(2:4)  REDUCE  U
+    stage 0, replica 0    F(0:2)                             B(0:2)  REDUCE  U
+    stage 0, replica 1    F(2:4)                             B(2:4)
+    stage 1, one device           CONCAT  F  B  SLICE SLICE
+
+CONCAT joins the slices of an activation, each SLICE cuts out a part of its cotangent, and REDUCE
+adds up the gradients of both replicas.
 
 The programs of a layer on a slice must take and leave the same values as those on the whole
 micro-batch, only in other sizes. Then all decisions about the layer hold for each replica. One
-example is the fate of its residuals, the values that its forward leaves for its backward.
+example is the fate of its residuals: whether the values that its forward leaves for its backward
+are kept, swapped to the host or recomputed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,12 +55,15 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import Apart, sliced, taken_apart
 from jvpipe.trace.sums_and_means import Beside
 
-_Key = tuple[int, Examples, int]
+_Key = tuple[int, Examples, int]  # a layout, a slice and a layer
 
 
 @dataclass
 class Replicas:
     """The programs that a plan with replicas runs besides those on whole micro-batches.
+
+    A layout is a choice of the residuals that layers keep. A plan has one, or two if the last
+    micro-batch of a step keeps all of them.
 
     Args:
         traced: the layers, traced on a whole micro-batch.
@@ -113,7 +121,7 @@ class Replicas:
         """
         key = layout, examples, layer
         if key not in self._programs:
-            # Fates name values of a layer. A layer on a slice has values of the same names.
+            # The values of a layer have the same names on a slice, so fates apply to them, too.
             share, whole = self.whole[layout]
             programs = programs_of(self.store, self.sliced(examples), layer, share)
             if _interface(programs.signature) != _interface(whole[layer].signature):
@@ -208,7 +216,7 @@ class Replicas:
         whole, spread = shape(array), self.parts.spread(value)
         if value.examples is None or spread.over is not Over.ALONG:
             return whole
-        # The axis may have several entries per example: its size may be examples times tokens.
+        # The axis may have several entries per example, such as one for each token.
         sizes = list(whole.shape)
         rows_per_example = sizes[spread.axis] // self.traced.graph.examples
         sizes[spread.axis] = rows_per_example * value.examples.size
@@ -243,15 +251,15 @@ class Replicas:
     def _check_edges(self) -> None:
         """Checks that tensors between stages with different numbers of replicas can be divided.
 
-        A tensor with an axis of examples is cut along it. A sum or mean over the examples is shared
-        out: each replica gets a weighted part of it.
+        A tensor with an axis of examples is cut along this axis. A sum or mean over the examples is
+        shared out: each replica that reads it gets a weighted sum of the senders' values.
 
         Raises:
             ValueError: a tensor can neither be cut nor shared out.
         """
         graph, widths = self.traced.graph, self.where.plan.replicas
-        # If the loss divides a sum by a count, a replica needs both for the same examples. Parts of
-        # a sum that is shared out belong to no particular examples. So with such a loss, no tensor
+        # If the loss divides a sum by a count, a replica needs both for the same examples. If a sum
+        # is shared out, its parts belong to no particular examples. So with such a loss, no tensor
         # may be shared out.
         divides = {Beside.DIVISOR, Beside.GUARD} & set(self.apart.amended.values())
         for tensor, spread in zip(graph.tensors, self.batching.tensors, strict=True):
@@ -276,7 +284,10 @@ def _not_whole(slices: Sequence[Slice]) -> tuple[Examples, ...]:
 
 
 def _interface(signature: Signature) -> object:
-    """Returns a signature with only the names of residuals, because slices have other sizes."""
+    """Returns what a layer's signatures on all slices share: of residuals, only the names.
+
+    Their sizes differ from slice to slice.
+    """
     return replace(signature, residuals=()), tuple(array.name for array in signature.residuals)
 
 

@@ -1,10 +1,13 @@
 """Compiles the programs of a plan's rows, each once for all rows that share it, and binds the rows.
 
-Rows become instructions in these steps:
+A row is one program, one copy, a wait, or the end of buffers, on one place (a device, or a mesh of
+several). A layout says which values the programs of each layer take and leave. Rows become
+instructions in these steps:
 
-    project     this process keeps the rows of its own places, and its halves of copies to others
-    group       rows of consecutive layers are joined, if layers are in groups
-    compile     one program for each key of rows and device
+    project     this process keeps the rows of its own places, and its halves of copies from and to
+                other processes
+    group       if layers run in groups, rows of consecutive layers are joined into one
+    compile     one program for each device and each key (`_task`), which equal rows share
     bind        each row gets its program, or the function that copies (binding.py)
 """
 
@@ -29,7 +32,7 @@ from jvpipe.runtime.engine.row_programs import RowPrograms, arrival
 from jvpipe.util.devices import Device, placed
 
 LayerLayouts = Sequence[Sequence[LayerPrograms]]
-"""The programs of all layers, for each layout. Rows name a layout by its position here."""
+"""For each layout, the programs of all layers. Rows name a layout by its position here."""
 
 
 @dataclass(eq=False)
@@ -44,7 +47,7 @@ class RowBinder:
         grouped: whether consecutive layers of a stage run as one program.
 
     Attributes:
-        executables: the programs of all rows that were bound, by their keys and devices.
+        executables: the programs of all rows that were bound, by the programs' keys and devices.
         compile_s: how long these programs took to compile, one after another.
     """
 
@@ -70,10 +73,12 @@ class RowBinder:
         Args:
             lowered: the rows.
             row_programs: the programs of the plan's rows.
-            layouts: the programs of all layers for each layout that the rows name.
+            layouts: for each layout that the rows name, the programs of all layers. In a stream,
+                these also include the layouts of earlier plans.
         """
         rows = replace(row_programs, layouts=layouts)
-        # Copies between processes are numbered by the rows of all processes, so these are kept.
+        # A copy between processes has the number of its row among the rows of all processes. So
+        # these rows are kept.
         whole = self._whole(lowered)
         lowered = self._of_process(whole)
         if self.grouped:
@@ -96,12 +101,17 @@ class RowBinder:
             crossing_of=partial(self._crossing, whole, rows, row_programs),
             spec_of=row_programs.spec,
         )
-        # The processes compare the rows that they have lowered before they run them.
+        # Before they run, the processes compare `whole` (row_agreement.py). It is left out if this
+        # process only stands in for the others.
         is_part = self.hosts is not None and self.stand_in is None
         return replace(bound, whole=whole.rows if is_part else ())
 
     def _whole(self, lowered: Lowered) -> Lowered:
-        """Returns the rows of all processes, with what they send each other besides values."""
+        """Returns the rows of all processes, with the rows that only several processes need.
+
+        By these rows, each process gets all metrics, and learns when arrays that it sends have
+        arrived.
+        """
         if self.hosts is None:
             return lowered
         processes = self._processes
@@ -137,8 +147,8 @@ class RowBinder:
 
         Args:
             whole: the rows of all processes.
-            rows: the programs of these rows.
-            row_programs: the programs of the plan's rows.
+            rows: the programs of these rows, under all layouts that they name.
+            row_programs: the programs of the plan's rows, under the plan's own layouts.
             row: a row of this process.
 
         Returns:
@@ -149,7 +159,7 @@ class RowBinder:
         assert self.hosts is not None, "a single process copies to no other"
         if isinstance(row.run, OfferRun):
             return self.hosts.offering(row.run)
-        # A copy has the number of its row among the rows of all processes.
+        # The number of a copy is that of its row among the rows of all processes.
         copy = whole.rows[row.run.number]
         copied = copy.reads[0]
         array = rows.crossing_array(whole, copied)
@@ -167,8 +177,8 @@ class RowBinder:
             moved: the buffer with the array.
 
         Returns:
-            The function; None for an array that no row overwrites, because a monitor can wait for
-            the array itself.
+            The function; None for an array that no row overwrites. A monitor waits for such an
+            array itself.
         """
         kind = moved.value.kind
         is_overwritten = VALUES[kind].alone or kind is ValueKind.PARAMETER
@@ -183,14 +193,15 @@ class RowBinder:
 def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
     """Joins rows into groups that run as one program, except rows that call code on the host.
 
-    A row that calls such code can fail while it runs, and the message has to name its layer.
+    A row that calls such code can fail while it runs. Then the message must name the row's layer,
+    which could not be told within a group.
     """
     alone = {task for task, row in _tasks(lowered).items() if rows.program(lowered, row).calls_host}
     return grouped(lowered, lambda row: _task(row) not in alone)
 
 
 def _tasks(lowered: Lowered) -> dict[Hashable, Row]:
-    """Returns a row for each executable of a step, by the key of the executable."""
+    """Returns, by the key of each executable of a step, one of the rows that share it."""
     return {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
 
 

@@ -1,10 +1,10 @@
 """Finds the program of each row of a lowered step, and how its arrays lie over a mesh.
 
-A row has a kind, a layer, buffers and perhaps a `run`, which holds its further operands. The
-program of the row follows from these. For a layer's row, it also depends on the layout of the
-micro-batch: the values that the layer's programs take and leave. So a program can be found, and
-compiled, before any array exists. A place may be a mesh, that is several devices. The spec of a
-value then says how the value is cut over them.
+A row is one program or one copy of a step. It has a kind, a layer, buffers and perhaps a `run`,
+which holds its further operands. The program of the row follows from these. For a layer's row, it
+also depends on the layout of the micro-batch: the values that the layer's programs take and leave.
+So a program can be found, and compiled, before any array exists. A row runs on a place, which may
+be a mesh of several devices. The spec of a value then says how the value is cut over them.
 """
 
 from collections.abc import Sequence
@@ -54,10 +54,11 @@ class RowPrograms:
         traced: the model.
         graph: the layers. The tensors between them have their specs over a mesh.
         optimizer: the optimizer's update, cut into pieces.
-        schedule: says what is remembered of updates.
+        schedule: says what is remembered of each update, if the schedule predicts or corrects
+            weights by it (XPipe, PipeMare).
         has_sums: whether an update has several micro-batches, so that backwards add their gradients
             to sums.
-        layouts: the programs of all layers for each layout, in the order of the layouts' numbers.
+        layouts: for each layout, in the order of the layouts' numbers, the programs of all layers.
         replicas: the programs on slices of a micro-batch, if a stage has replicas.
     """
 
@@ -78,7 +79,7 @@ class RowPrograms:
         """
         specs: dict[int, Spec] = {}  # by buffer
         for part in row.parts:
-            # The rows of an evaluation have no residuals, so they do not need the layer's layout.
+            # Only residuals need the programs of the layer, and an evaluation has no residuals.
             is_training = isinstance(part.run, LayerRun) and part.kind is not Kind.E
             programs = self._layer(part) if is_training else None
             for b in (*part.reads, *part.writes):
@@ -93,7 +94,7 @@ class RowPrograms:
             value: a value of a step.
             programs: the programs of its layer; by default, those for the first layout.
         """
-        # The specs of residuals were chosen when their forward was compiled. The graph and the
+        # The spec of a residual was chosen when its forward was compiled. The graph and the
         # optimizer have the specs of all other values.
         if value.kind is ValueKind.RESIDUAL:
             of_layer = programs or self.layouts[0][value.layer]
@@ -163,8 +164,8 @@ class RowPrograms:
     def _turns_program(self, row: Row, read: Sequence[Value]) -> Program:
         """Returns the program that adds up the gradients of two devices of a stage.
 
-        The devices take turns with whole micro-batches, and each has sums of its own. The row reads
-        each sum from both devices.
+        In an asynchronous schedule, the devices of a stage take turns with whole micro-batches.
+        Each has gradient sums of its own. The row reads each sum from both devices.
 
         Args:
             row: the row.
@@ -197,8 +198,11 @@ class RowPrograms:
         return backward_program(programs) if self.has_sums else single_backward_program(programs)
 
     def _settle_program(self, row: Row, written: Sequence[Value]) -> Program:
-        """Returns the program that remembers the last update (XPipe) or a mean (PipeMare)."""
-        # A SETTLE may also write new weights and a count. The program needs no shapes of these.
+        """Returns the program of a SETTLE, which records what an update has changed.
+
+        XPipe keeps the last change of each weight, and PipeMare a mean of the last changes.
+        """
+        # A SETTLE may also write new weights and a count. Their shapes are not needed here.
         remembered = [v for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
         shapes = self._shapes(remembered)
         decay = self.schedule.decay
@@ -220,7 +224,7 @@ class RowPrograms:
         return loss_program(graph, of_all, microbatches)
 
     def crossing_array(self, whole: Lowered, b: int) -> jax.ShapeDtypeStruct:
-        """Returns the shape and type of an array that another process makes.
+        """Returns the shape and type of an array that another process makes and this one copies.
 
         Args:
             whole: the rows of all processes.
@@ -264,7 +268,7 @@ class RowPrograms:
 
 
 def arrival(arrays: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """Returns a program that only reads arrays, and so yields a mark once all of them have come."""
+    """Returns a program that only reads arrays. So its marker comes once all arrays have come."""
     key = "arrival", *((array.shape, str(array.dtype)) for array in arrays)
     return Program(key, lambda *xs: [jax.numpy.int32(0)], tuple(arrays))
 

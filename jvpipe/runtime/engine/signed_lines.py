@@ -1,6 +1,7 @@
 """Lines between two processes, each signed with a secret, and the file that holds the secret.
 
-The secret itself is never sent. A line proves by its signature that its sender has the secret.
+The secret itself is never sent. The signature of a line is a hash (an HMAC) that only somebody with
+the secret can compute, so it proves that the sender has the secret.
 """
 
 import asyncio
@@ -63,9 +64,11 @@ class AnotherSecretError(Exception):
 class SignedLines:
     """One end of a connection: lines of JSON, each signed by an HMAC that is keyed with the secret.
 
-    At the start, both ends send a new nonce. The HMAC covers a line's text and number, so that the
-    line cannot be sent again. It covers which end sends, so that the line cannot be sent back. And
-    it covers both nonces, so that the line cannot be used in another connection.
+    At the start, each end sends a nonce: a random text that is used only once. The HMAC covers the
+    text of a line, so that nobody can change it. It also covers three things, so that a stranger
+    cannot send a copy of the line: its number, against a later copy in this connection; the end
+    that sends, against a copy back to the sender; both nonces, against a copy in another
+    connection.
 
     Args:
         reader: reads from the connection.
@@ -115,7 +118,7 @@ class SignedLines:
         """
         proof, _, text = (await self._line()).partition(b" ")
         other: End = "client" if self._end == "server" else "server"
-        # The comparison takes equally long for any proof, so its time reveals nothing.
+        # The comparison takes equally long for all wrong proofs, so its time reveals nothing.
         if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
             raise AnotherSecretError
         self._heard += 1
@@ -132,10 +135,12 @@ class SignedLines:
         self._writer.close()
 
     def _proof(self, end: End, place: int, text: bytes) -> bytes:
+        """Returns the HMAC of the line that has number `place` among the lines of an end."""
         signed = f"{self._nonces} {end} {place} ".encode() + text
         return hmac.new(self._secret, signed, "sha256").hexdigest().encode()
 
     async def _line(self) -> bytes:
+        """Reads the next line, without its end; raises an error if the connection has ended."""
         line = await self._reader.readline()  # raises ValueError if the line is over the limit
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the connection was closed")

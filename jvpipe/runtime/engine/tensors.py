@@ -10,12 +10,12 @@ from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.util.devices import Device, devices_in
 
 Identity = tuple[str, Array]
-"""The kind of an array, with its path, shape and type. Arrays of two models are the same array if
-their identities are equal."""
+"""The kind of an array (such as parameter), and its path, shape and type. If a model replaces
+another one, arrays with equal identities count as one array, which keeps its values."""
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
-    """A memory limit that cannot be kept; `smallest_limit_bytes` is a limit that can be."""
+    """A memory limit that cannot be kept; `smallest_limit_bytes` is a limit that can be kept."""
 
     def __init__(self, message: str, smallest_limit_bytes: int) -> None:
         super().__init__(message)
@@ -26,13 +26,13 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 class Ledger:
     """The bytes held on each device, now and at the peak since the run began.
 
-    The controller counts the bytes of a row when it dispatches the row. So the counts follow from
-    the order of dispatch, and not from when programs run. This is why they equal the counts of the
-    buffer table, which planners and the simulator read.
+    The controller counts the bytes of a row (a program or a copy) when it dispatches the row. So
+    the counts follow from the order of dispatch, and not from when programs run. This is why they
+    equal the counts of the buffer table, which planners and the simulator read.
 
     Attributes:
         devices: the device of each place.
-        versions: which versions of weights each forward and backward read.
+        versions: which versions of the weights each forward and backward has read.
         live: the bytes held now at each place, and last on the host.
         peak: the most bytes held at once at each place, and last on the host.
     """
@@ -85,7 +85,7 @@ class Ledger:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host now: swapped values and parked arrays."""
+        """Bytes on the host now: swapped values and parked arrays (`Away` says what these are)."""
         return self.live[HOST]
 
     @property
@@ -102,7 +102,10 @@ def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device,
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A stand-in for an array that another `process` has parked: kept on its host for later use."""
+    """A stand-in for an array that another `process` has parked.
+
+    An array of an earlier model is parked if it is kept on the host for a later model.
+    """
 
     process: int
 
@@ -162,8 +165,8 @@ class Limits:
         if max(over) <= 0:
             return
         d = over.index(max(over))
-        # The error suggests one limit for all devices. It must be enough for the fullest device,
-        # which need not be the device that exceeds its own limit most.
+        # The error suggests one limit for all devices, which must be enough for the fullest one.
+        # This need not be the device that exceeds its own limit most.
         fullest = max(peak.bytes for peak in peaks)
         raise _exceeded(str(devices[d]), peaks[d], limits[d], idle, fullest)
 

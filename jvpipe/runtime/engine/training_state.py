@@ -1,7 +1,8 @@
 """The state of a training run, and leaves: ways to make its arrays or put them on devices.
 
-A leaf is either a given array that is copied (`given_leaves`), or a program that makes one array of
-a function's result (`made_leaves`). With programs, a model may be larger than any one device.
+A leaf either copies a given array (`given_leaves`), or runs a program that makes one array of a
+function's result (`made_leaves`). With programs, a model may be larger than any one device, because
+each array is made where it will lie.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ Name = tuple[str, int]
 The name does not depend on the cuts or on the array's place, so all copies of an array share it.
 """
 FEW = 64
-"""The number of elements up to which `made_leaves` itself computes an array of integers.
+"""The most elements of an array of keys or integers that `made_leaves` computes itself.
 
 Larger arrays are made by programs.
 """
@@ -52,11 +53,11 @@ class State:
         arrays: the arrays, in the order of the buffer table's persistent buffers; None for an array
             of another process. In a stream (a run without flushes), they include the arrays of the
             micro-batches in flight.
-        words: the integers of the run's random key.
+        words: the integers of the run's random key; None if the run has no key.
         step: how many steps the run has had.
         stream_steps: how many steps the stream has had; 0 if nothing is in flight.
         updates: how many updates the parameters have had.
-        model: an object that marks the pipeline's model: only states of this model have it.
+        model: an object that stands for the pipeline's model; only states of this model have it.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -69,7 +70,7 @@ class State:
     def __repr__(self) -> str:
         flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
         title = f"State(step={self.step}, updates={self.updates}{flying})"
-        # `jax.tree.map` over a state may put other things in place of arrays. They are left out.
+        # `jax.tree.map` over a state may put other things in place of arrays. Those are left out.
         here = [x for x in self.arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
         if any(x.is_deleted() for x in here):
             return f"{title}, consumed by a later step"
@@ -100,7 +101,8 @@ class State:
                 "this state belongs to another pipeline or plan: "
                 "use the one that init or restore gave"
             )
-        # Every step makes these checks, so they must be fast. The many arrays have few types.
+        # Every step makes these checks, so they must be fast. There are many arrays, but of few
+        # types, so the types are checked.
         types = {type(x) for x in self.arrays if x is not None}
         if any(issubclass(kind, Tracer) for kind in types):
             raise ValueError(
@@ -157,7 +159,7 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
         if not isinstance(value, LazyArray):
             return jax.device_put(value, sharding, may_alias=False)
         array = jax.device_put(np.asarray(value), sharding, may_alias=False)
-        # Because of this wait, the host's memory holds at most one array that was read.
+        # Because of this wait, the host holds at most one array that was read from its file.
         return array.block_until_ready()
 
     return [Leaf(partial(put, value)) for value in values]
@@ -169,8 +171,9 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     The function is traced as a whole. The program of a leaf has only the equations that the leaf
     needs. So no device holds arrays of other devices. Leaves with equal equations share a program.
 
-    Random keys and other small arrays of integers are computed here and passed to the programs.
-    Otherwise each program would derive its own key from `rng`, and few programs would be equal.
+    Random keys and other small arrays of integers are computed here and passed to the programs. If
+    each program derived its own key from `rng`, the keys would have different equations, and few
+    programs would be equal.
 
     Args:
         store: compiles the programs.
@@ -183,7 +186,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     eqns: list[_jax.JaxprEqn] = []
     for eqn in closed.jaxpr.eqns:
         has_inputs = all(v in env for v in jaxprs.variables(eqn.invars))
-        # `env` has what was computed so far, so keys that are derived from keys are computed too.
+        # `env` grows with what is computed here. So keys made from other keys are computed, too.
         if has_inputs and all(map(_is_few_integers, eqn.outvars)):
             jaxprs.run_jaxpr([eqn], env)
         else:
@@ -206,7 +209,7 @@ def _made_leaf(
         env: the values that were computed before, by variable.
     """
     needed = jaxprs.prune(eqns, [out])
-    # An array that needs no equations was computed before, so its program only returns it.
+    # An array that needs no equations has been computed before. Its program only returns it.
     inputs = list(jaxprs.free_variables(needed))
     if not inputs:
         inputs = [v for v in jaxprs.variables([out]) if v in env]

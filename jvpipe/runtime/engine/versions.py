@@ -2,12 +2,13 @@
 
 The version of a layer's weights is the number of updates that they have had. A use (`Use`) is one
 entry of the ledger. It says that a forward or backward of a layer read a version for a micro-batch,
-or that an update made one. `jvpipe.replay` computes a run again from this ledger, on one device and
-in another order, with bitwise identical results.
+or that an update after a micro-batch made a version. `jvpipe.replay` computes a run again from this
+ledger, on one device and in another order, with bitwise identical results.
 
-A stream (a run without flushes) repeats one step from some time on. The ledger keeps the uses of
-this step only once, with micro-batches and versions that count from the start of the step. For each
-repetition it keeps two numbers: what to add to the micro-batches, and what to add to the versions.
+A stream (a run whose pipeline is not emptied between steps) repeats one step from some step on. The
+ledger keeps the uses of this step only once, with micro-batches and versions that count from the
+start of the step. For each repetition it keeps two numbers: what to add to the micro-batches, and
+what to add to the versions.
 """
 
 from bisect import bisect_left
@@ -50,8 +51,9 @@ class VersionLedger:
 
     Attributes:
         complete: whether the ledger goes back to the start of the run. After a change of the model,
-            or in a run that was resumed from a checkpoint, it begins later. A checkpoint in flight
-            has the oldest steps that `to_json` has saved there.
+            or in a run that was resumed from a checkpoint, it may begin later. A checkpoint of a
+            stream with micro-batches in flight has the newest uses (`to_json`). A run resumed from
+            it begins with these.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -110,7 +112,8 @@ class VersionLedger:
         reads = {}
         for (layer, m), version in read[Kind.F].items():
             of_layer = updates.get(layer, [])
-            # The first update at or after a micro-batch applies the micro-batch's gradients.
+            # Updates are in ascending order of micro-batches. The first one at or after a
+            # micro-batch applies the micro-batch's gradients.
             at = bisect_left(of_layer, (m, 0))
             update = of_layer[at][1] if at < len(of_layer) else None
             back = read[Kind.B].get((layer, m))
@@ -127,21 +130,22 @@ class VersionLedger:
         return tuple(stale.get(layer, 0) for layer in range(layers))
 
     def _newest(self, layers: int) -> tuple[dict[int, int], int]:
-        """Finds the staleness of layers' last updates, and the step in which the search has ended.
+        """Finds the staleness of each layer's last update, and how far back it had to look for it.
 
-        Every step may call this method, so it reads the ledger from the end. It stops once it has
-        found the last update, and the forward of the same micro-batch, for `layers` layers.
+        Every step may call this method, so it reads the ledger from the end. It stops after the
+        step in which it has found, for `layers` layers, the last update and the forward of the same
+        micro-batch. So its cost does not grow with the length of the run.
 
         Args:
             layers: how many layers have an update.
 
         Returns:
-            The staleness by layer, and the index of the step in `_runs`.
+            The staleness by layer, and the index in `_runs` of the step where the search ended.
         """
         # By layer, the last update: its micro-batch, and the version that it changed.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
-        # From the end, a layer's last update comes first, and then the forward of its micro-batch.
+        # In this direction, a layer's last update comes before the forward of its micro-batch.
         for i in reversed(range(len(self._runs))):
             uses, microbatch, version = self._runs[i] or ((), 0, 0)
             for use in reversed(uses):
@@ -160,9 +164,9 @@ class VersionLedger:
     def to_json(self) -> Any:
         """Returns the newest uses, for a checkpoint.
 
-        Each layer's last update applied the gradients of some micro-batch. The saved steps begin
-        with the oldest forward of these micro-batches. Micro-batches in flight have later forwards,
-        so their uses are saved too. The saved uses are enough to find the staleness of later steps.
+        Each layer's last update came after some micro-batch. The saved steps begin with the one
+        that has the oldest forward of these micro-batches. Micro-batches in flight have later
+        forwards, so their uses are saved, too. So the staleness of later steps can be found.
         """
         since = self._since()
         runs: list[list[Any] | None] = []
@@ -213,7 +217,10 @@ def _numbered(run: _Run | None) -> Iterator[Use]:
 
 
 def _fields(use: Use) -> list[Any]:
-    """Returns a use as JSON can hold it. Checkpoints contain it, so its order stays as it is."""
+    """Returns the fields of a use as JSON can hold them.
+
+    Checkpoints contain them, so their order must never change.
+    """
     return [
         use.kind,
         use.layer,
