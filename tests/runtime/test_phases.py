@@ -31,3 +31,9 @@ def test_a_phase_is_known_by_its_name_from_its_beginning(caplog: pytest.LogCaptu
     with caplog.at_level(logging.DEBUG, "jvpipe"), phase("waiting"):
         assert [(r.levelname, vars(r)["phase"]) for r in caplog.records] == [("DEBUG", "waiting")]
     assert [(r.levelname, vars(r)["phase"]) for r in caplog.records[1:]] == [("INFO", "waiting")]
+
+
+def test_a_phase_that_fails_ends_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "jvpipe"), pytest.raises(KeyError), phase("waiting"):
+        raise KeyError
+    assert [vars(r)["phase"] for r in caplog.records] == ["waiting"]

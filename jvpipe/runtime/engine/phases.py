@@ -20,5 +20,8 @@ def phase(name: str) -> Iterator[None]:
     """
     _log.debug("%s", name, extra={"phase": name})
     start_s = time.perf_counter()
-    yield
-    _log.info("%s took %.2f s", name, time.perf_counter() - start_s, extra={"phase": name})
+    # Displays show a phase as current work until the second record, so a failed one ends too.
+    try:
+        yield
+    finally:
+        _log.info("%s took %.2f s", name, time.perf_counter() - start_s, extra={"phase": name})
