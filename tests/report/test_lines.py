@@ -54,3 +54,17 @@ def test_a_reader_who_leaves_stops_nothing() -> None:
         out.close()
         lines.say("nobody hears this")
         lines.step(ONE, total=1)
+
+
+def test_work_that_ends_while_silence_is_noticed_is_no_error() -> None:
+    lines, out, _clock = begun()
+
+    class Ending(Clock):
+        def __call__(self) -> float:
+            lines.end("compiling")
+            return 20.0
+
+    lines.begin("compiling")
+    lines._clock = Ending()
+    lines.tell_silence()
+    assert out.getvalue() == ""
