@@ -111,3 +111,13 @@ def test_layers_are_measured_once_on_each_kind_of_own_device(monkeypatch: Patch)
     assert found[:4] == [(), (5 / 3, 2.0), (5 / 3, 2.0), ()]
     reached = 0.6 * 495 / (0.85 * 15.7)  # of their peaks, as their families do
     assert found[4] == pytest.approx((reached,) * 2)
+
+
+@pytest.mark.parametrize("text", ["", "64GB", "1.5", "-1"])
+def test_a_host_pool_that_is_no_number_is_told_with_its_variable(
+    monkeypatch: Patch, text: str
+) -> None:
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", text)
+    gpus: list[Any] = [Gpu(0)]
+    with pytest.raises(ValueError, match=f"HOST_MEMORY_LIMIT_GB must be .*64, not '{text}'$"):
+        host_limit(None, gpus)

@@ -12,6 +12,7 @@ _ALIKE = 0.98
 """Nearly equal limits count as equal: each device gets the smallest reported limit that is at
 least this share of the limit that the device itself reports."""
 _WHOLE = 0.92
+_PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The share of a GPU's reported memory that a plan may fill. The rest is left for gaps
 between arrays in the allocator."""
 
@@ -95,4 +96,7 @@ def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
     processes = {device.process_index for device in devices if device.platform == "gpu"}
     if asked is not None or not processes:
         return asked
-    return len(processes) * int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * GIB
+    pinned = os.environ.get(_PINNED, "64")
+    if not pinned.isdecimal():
+        raise ValueError(f"{_PINNED} must be a whole number of GiB, such as 64, not {pinned!r}")
+    return len(processes) * int(pinned) * GIB
