@@ -349,8 +349,14 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
     if "data_digest" not in content_by_name:
         passed_over = ()
-    named = {present(TrainOptions, name): value for name, value in content_by_name.items()}
-    at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
+    named, at, said = {}, {}, {}
+    for name, value in content_by_name.items():
+        now = present(TrainOptions, name)
+        if now in named:
+            raise ValueError(f"{where}: {said[now]} and {name} are one option: give only {now}")
+        named[now], said[now] = value, name
+        if name in lines:
+            at[now] = f", line {lines[name]}"
     if isinstance(fields := named.get("set"), Mapping):
         named["set"] = [f"{name}={_field_text(value)}" for name, value in fields.items()]
     return _typed(named, where, passed_over, at)

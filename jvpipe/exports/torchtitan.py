@@ -64,12 +64,13 @@ def _read(text: str, outline: Outline) -> Plan:
     checkpoints = _table(tables, "activation_checkpoint")
     counts = _counts(table.get("module_fqns_per_model_part"))
     schedule = table.get("pipeline_parallel_schedule", "1F1B")
-    mode = checkpoints.get("mode", "none")
+    mode = checkpoints.get("mode", "selective")  # torchtitan's own default
     if schedule not in list(SCHEDULES):
         raise ValueError(f"schedule {brief(schedule)} cannot be read: {', '.join(SCHEDULES)} can")
     if mode not in ("none", "full"):
         raise ValueError(
-            f"activation checkpoints {brief(mode)} cannot be read: only none and full can"
+            f"activation checkpoints {brief(mode)} cannot be read: only none and full can, "
+            "such as [activation_checkpoint] mode = 'full'"
         )
     looped = schedule == "Interleaved1F1B"
     # By default, an interleaved schedule has two chunks per rank, and other schedules have one.

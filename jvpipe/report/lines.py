@@ -97,9 +97,9 @@ class Lines:
 
     def tell_silence(self) -> None:
         """Writes a line about the current work if no line was written for `silence_s`."""
-        now_s = self._clock()
-        if now_s - self._said_s >= self._silence_s and self._doing:
-            what, since_s = self._doing[-1]
+        now_s, last = self._clock(), self._doing[-1:]  # `end` may empty the list at any time
+        if now_s - self._said_s >= self._silence_s and last:
+            what, since_s = last[0]
             self.say(f"{what}: {now_s - since_s:.0f} s so far")
 
     def _watch(self) -> None:

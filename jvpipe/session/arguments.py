@@ -8,7 +8,7 @@ return the value in the form that the code after them needs.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -348,8 +348,7 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     Traceback (most recent call last):
     ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
-    # Iterating over a set would not yield speeds in the order of devices.
-    listed: list[Any] = (None if isinstance(speeds, Set) else several(speeds)) or [speeds]
+    listed: list[Any] = several(speeds) or [speeds]
     if not all(map(_is_positive, listed)):
         raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
     return tuple(map(float, listed))

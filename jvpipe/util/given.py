@@ -4,7 +4,7 @@ Numbers may be Python's or NumPy's.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +133,13 @@ def is_whole(value: Any) -> bool:
 def several(values: Any) -> list[Any] | None:
     """Returns a list of the values if there are several; None if `values` is a single value.
 
-    A text, bytes or a mapping is a single value, although it can be iterated over.
+    A text, bytes, a mapping or a set is a single value, although it can be iterated over. A set has
+    no order, so its values cannot stand for stages.
 
     >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several({2: 1})
     ([2, 1], [np.int64(2), np.int64(1)], None, None)
     """
-    is_single = isinstance(values, str | bytes | Mapping)
+    is_single = isinstance(values, str | bytes | Mapping | Set)
     return list(values) if is_stream(values) and not is_single else None
 
 

@@ -136,3 +136,22 @@ def test_a_resumed_run_takes_a_file_before_what_it_was(tmp_path: Path) -> None:
         ]
     )
     assert (options.stages, options.steps, options.seed) == (3, 9, 2)
+
+
+def test_two_names_of_one_option_are_refused_with_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = command_line.present
+    (tmp_path / "a.yaml").write_text("grad_clip: 3\nsteps: 4\n")
+    (tmp_path / "b.yaml").write_text("run_dir: a\nrun-dir: b\n")
+    monkeypatch.setattr(
+        command_line,
+        "present",
+        lambda holder, name: (
+            "seed" if name == "grad_clip" and not print(name) else real(holder, name)
+        ),
+    )
+    given(["--config", str(tmp_path / "a.yaml")])
+    assert capsys.readouterr().out == "grad_clip\n"  # asked for, and so warned about, once
+    with pytest.raises(ValueError, match=r"run_dir and run-dir are one option: give only run_dir$"):
+        given(["--config", str(tmp_path / "b.yaml")])

@@ -186,6 +186,12 @@ WRONG = [
     ("megatron", "# jvpipe torchtitan 1\n", "this is 'jvpipe torchtitan 1'"),
     ("megatron", "--num-layers 6", "there is no --pipeline-model-parallel-layout"),
     ("torchtitan", "parallelism]", "this is not TOML"),
+    (
+        "torchtitan",
+        '[parallelism]\nmodule_fqns_per_model_part = [["tok_embeddings", "layers.0", "layers.1", '
+        '"layers.2", "layers.3", "layers.4", "layers.5", "norm", "output"]]',
+        "activation checkpoints 'selective' cannot be read: only none and full can, such as",
+    ),
     ("torchtitan", "[parallelism]\n", "lacks module_fqns_per_model_part"),
     ("maxtext", "ici_pipeline_parallelism: 4", "4 stages of 1 layers, 1 times, do not cover the 6"),
     ("torch-csv", "0F0,0B0\n1B0,1F0\n", "the schedule cannot progress: .* waits for"),

@@ -34,7 +34,7 @@ def test_stages_may_share_a_device() -> None:
     plan.check(layers=3, devices=2)
 
 
-@pytest.mark.parametrize("cuts", [[], [2, 0], [3, -1], {1: 2}, b"1f1b", "12"])
+@pytest.mark.parametrize("cuts", [[], [2, 0], [3, -1], {1: 2}, {5, 2}, b"1f1b", "12"])
 def test_a_stage_needs_a_layer(cuts: Any) -> None:
     with pytest.raises(
         ValueError, match=r"every stage needs at least one layer, but the cuts are [\[{b']"
@@ -43,7 +43,7 @@ def test_a_stage_needs_a_layer(cuts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "devices", [2, {0: 1, 1: 0}, [0, 0.5], [0, None], [(0, True), 1], ["0", 1]]
+    "devices", [2, {0: 1, 1: 0}, {0, 1}, [{0, 1}, 2], [0, 0.5], [0, None], [(0, True), 1], ["0", 1]]
 )
 def test_devices_are_whole_numbers(devices: Any) -> None:
     with pytest.raises(ValueError, match=r"devices (of stage [01] )?must be"):

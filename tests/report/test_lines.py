@@ -54,3 +54,18 @@ def test_a_reader_who_leaves_stops_nothing() -> None:
         out.close()
         lines.say("nobody hears this")
         lines.step(ONE, total=1)
+
+
+def test_work_that_ends_while_silence_is_noticed_is_no_error() -> None:
+    class Ending(list[tuple[str, float]]):
+        """Is emptied by another thread just after it was found to hold something."""
+
+        def __bool__(self) -> bool:
+            self.clear()
+            return True
+
+    lines, out, clock = begun()
+    lines._doing = Ending([("compiling", 0.0)])
+    clock.now_s = 20.0
+    lines.tell_silence()
+    assert out.getvalue() == "compiling: 20 s so far\n"
