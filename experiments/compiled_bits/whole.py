@@ -16,7 +16,7 @@ layers. It also has how many pairs of programs (F, B) each layer has under rando
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -45,11 +45,11 @@ def random_plan(graph: LayerGraph, seed: int) -> Plan:
     return replace(plan, stages=(replace(plan.stages[0], fates=fates),))
 
 
-def most_programs(model: Traced) -> int:
+def most_programs(model: Traced, draws: int = DRAWS) -> int:
     """Counts the pairs of programs of each layer under random fates; returns the largest count."""
     store = ProgramStore()
-    pairs = [set() for _ in model.graph.layers]
-    for seed in range(DRAWS):
+    pairs = [set[Hashable]() for _ in model.graph.layers]
+    for seed in range(draws):
         fates = Fates.of(model.graph, random_plan(model.graph, seed))
         for of_layer, programs in zip(pairs, layer_programs(store, model, fates), strict=True):
             of_layer.add(programs.key)

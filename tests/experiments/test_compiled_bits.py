@@ -1,5 +1,6 @@
 """The kernels of scheduled HLO, and layers compiled for hardware that is not here."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from experiments.compiled_bits.kernels import kernels
 from experiments.compiled_bits.layers import Asked, layers, traced
+from experiments.compiled_bits.whole import most_programs
 from jvpipe.cost.targets import find_target
 
 HEAD = "HloModule m, is_scheduled=true"
@@ -40,6 +42,13 @@ def test_a_kernel_is_what_it_computes_and_how_it_is_configured() -> None:
     assert kernels(hlo(tile=32))[0].results != kernel.results
     swapped = hlo().replace("dot(%a, %b)", "dot(%b, %a)")
     assert kernels(swapped)[0].results != kernel.results
+
+
+def test_whole_layers_have_one_pair_of_programs_under_all_fates() -> None:
+    inside = traced("bert", "tiny", "float32")
+    whole = replace(inside, graph=replace(inside.graph, whole_layers=True))
+    assert most_programs(inside, draws=4) > 1
+    assert most_programs(whole, draws=4) == 1
 
 
 @pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="wants jvpipe[aot-cuda]")
