@@ -1,9 +1,9 @@
 """A Llama: rotary positions, grouped queries (arXiv:2305.13245), SwiGLU, one scan over all layers.
 
-The second command needs no GPU. It plans the 8b size for four H100s, and compares all planners.
+The second command needs no GPU. It plans the 8b size for four H100s.
 
 python -m jvpipe.train --model examples/llama.py:llama --stages 2
-python -m jvpipe.plan --model examples/llama.py:llama --size 8b --stages 4 --hardware h100 --compare all
+python -m jvpipe.plan --model examples/llama.py:llama --size 8b --stages 4 --hardware h100 --batch-size 16
 """
 
 from dataclasses import dataclass

@@ -144,10 +144,13 @@ def _infeasible(
     enough = max(evaluation.limit_bytes, limit + 1)
     over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(device_sizes)]
     d = over.index(max(over))
+    unlike = any(group.less_bytes for group in problem.groups)
+    per_device = ", or as much more on each device" if unlike else ""
     return Infeasible(
         f"no plan found fits {problem.limit_of(d)} bytes per device "
         f"under {problem.schedule.name}: device {d} would hold {device_sizes[d]} bytes. "
-        f"Raise the limit, add devices, or use smaller micro-batches",
+        f"A limit that would do is {enough} bytes{per_device}; "
+        "raise the limit, add devices, or use smaller micro-batches",
         stage=problem.places.index(d),
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,

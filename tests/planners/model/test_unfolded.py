@@ -104,6 +104,13 @@ def test_limits_hold_for_all_stages_of_a_device_together(schedule: Schedule) -> 
     assert 1 < peak <= found < free
 
 
+def test_a_limit_that_no_plan_keeps_is_refused_with_one_that_would_do() -> None:
+    problem = problem_of([layer(1.0 + i % 3) for i in range(8)], find_schedule("v-half"), 2, 6)
+    with pytest.raises(Infeasible) as caught:
+        find_planner("jvpipe").decide(replace(problem, memory_limit_bytes=1))
+    assert f"limit that would do is {caught.value.smallest_limit_bytes} bytes" in str(caught.value)
+
+
 def test_halves_of_a_layer_without_a_cotangent_are_in_the_second_task() -> None:
     split = SplitCost(1.5, 0.5, handed_bytes=3, kept_bytes=4)
     problem = problem_of(
