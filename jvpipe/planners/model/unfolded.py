@@ -68,9 +68,7 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
         limit: the bytes that the roomiest device may hold.
         budget: the bytes that one stage on the roomiest device may hold.
     """
-    groups = tuple(
-        replace(group, less_bytes=group.less_bytes * budget // limit) for group in apart.groups
-    )
+    groups = tuple(replace(g, less_bytes=g.less_bytes * budget // limit) for g in apart.groups)
     return replace(apart, memory_limit_bytes=budget, groups=groups)
 
 
@@ -140,17 +138,15 @@ def _infeasible(
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
     evaluation = evaluate_decision(problem, decision)
-    device_sizes = evaluation.device_bytes
+    sizes = evaluation.device_bytes
     enough = max(evaluation.limit_bytes, limit + 1)
-    over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(device_sizes)]
-    d = over.index(max(over))
+    d = max(range(len(sizes)), key=lambda d: sizes[d] - (problem.limit_of(d) or 0))
     unlike = any(group.less_bytes for group in problem.groups)
     per_device = ", or as much more on each device" if unlike else ""
     return Infeasible(
-        f"no plan found fits {problem.limit_of(d)} bytes per device "
-        f"under {problem.schedule.name}: device {d} would hold {device_sizes[d]} bytes. "
-        f"A limit that would do is {enough} bytes{per_device}; "
-        "raise the limit, add devices, or use smaller micro-batches",
+        f"no plan found fits {problem.limit_of(d)} bytes per device under {problem.schedule.name}: "
+        f"device {d} would hold {sizes[d]} bytes. A limit that would do is {enough} bytes"
+        f"{per_device}; raise the limit, add devices, or use smaller micro-batches",
         stage=problem.places.index(d),
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
