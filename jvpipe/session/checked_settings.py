@@ -28,6 +28,11 @@ from jvpipe.util.brief import brief
 from jvpipe.util.devices import Device
 from jvpipe.util.given import several
 
+_MORE_CPUS = (
+    '; for more CPU devices, call jax.config.update("jax_num_cpu_devices", {}) before anything '
+    "else of JAX"
+)
+
 
 def checked_devices(devices: Any) -> list[Device]:
     """Checks and returns the devices that the user gives; None stands for all devices of JAX."""
@@ -81,7 +86,9 @@ def place(
         return distinct, ()
     counts = replicas or (1,) * stages
     if sum(counts) > available:
-        raise ValueError(_too_few(stages, available, replicas, shares=shares))
+        all_are_cpus = devices is None and all(device.platform == "cpu" for device in offered)
+        more = _MORE_CPUS.format(sum(counts)) if all_are_cpus else ""
+        raise ValueError(_too_few(stages, available, replicas, shares=shares) + more)
     if shares:
         return distinct, ()
     used = distinct

@@ -138,3 +138,13 @@ def test_a_shard_map_over_other_meshes_than_the_stages_is_refused(devices: Any) 
         match=r"jax.shard_map over a mesh of \{'data': 2\}, and stages are on .*devices=\[",
     ):
         pipe.init(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32), None)
+
+
+@pytest.mark.parametrize("more", [{"stages": 9}, {"stages": 2, "replicas": (8, 1)}])
+def test_where_cpus_are_too_few_the_cure_says_how_to_have_more(more: dict[str, Any]) -> None:
+    cure = r'jax.config.update\("jax_num_cpu_devices", 9\)'
+    with pytest.raises(ValueError, match=cure):
+        jvpipe.Pipeline(loss_fn, optax.sgd(0.1), **more)
+    with pytest.raises(ValueError, match="there are 1: use at most 1 stages, or share") as caught:
+        jvpipe.Pipeline(loss_fn, optax.sgd(0.1), stages=2, devices=DEVICES[:1])
+    assert "jax_num_cpu_devices" not in str(caught.value)
