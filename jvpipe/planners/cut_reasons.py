@@ -1,13 +1,12 @@
 """Explains the place of each cut: what would happen if the cut were one layer later.
 
 With the later cut, the first layer of a stage would be the last layer of the stage before.
-`_reason` gives the first of these reasons that applies:
+`_reason` gives the first of these reasons that applies, or else says that the planner chose so:
 
     the layer must share a stage with later layers, or is the only layer of its stage
     the stage before would exceed its memory limit
     the stage before would take longer than the slowest stage takes now
     the stage before would take longer than the slower of the two stages takes now
-    otherwise: the planner chose so
 
 If devices have several stages, the seconds and bytes are those of devices.
 """
@@ -63,6 +62,7 @@ def _reason(
     s: int,
 ) -> str:
     """Explains why the first layer of stage `s` is not the last layer of the stage before."""
+    # The stage before has layers [i, j), and stage s has [j, k). The cut moves from j to j + 1.
     i, j, k = decision.bounds[s - 1 : s + 2]
     costs = problem.costs
     layer = costs.ids[j] if costs.ids else j

@@ -104,7 +104,7 @@ class Splitter:
     def finest(self, traced: Traced, stages: int) -> Traced:
         """Cuts a model into at least as many layers as stages, or as finely as it can be cut.
 
-        The loop ends, because each round adds layers, and no layer can have less than one equation.
+        The loop ends, because each round adds layers, and each layer has at least one equation.
 
         Args:
             traced: the model.
@@ -217,7 +217,7 @@ class Splitter:
     def _first_wrong(
         self, traced: Traced, where: Sequence[tuple[int, int]]
     ) -> tuple[int, int] | None:
-        """Returns a place at which results would not be bitwise identical; None if all are fine."""
+        """Returns a place at which results would not be bitwise identical, or None."""
         cut = traced
         # The last place is cut first, so that the numbers of earlier layers stay the same.
         # If a layer is cut at two places, the earlier place then lies in the first half. It

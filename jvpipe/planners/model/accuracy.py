@@ -30,7 +30,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
-    # About the most that a device of any plan holds: all layers, with every value kept.
+    # No plan is likely to hold more on a device than all layers with every value kept.
     per_microbatch = inputs + sum(kept) + sum(crossing)
     held_bytes = weights + once + in_flight * per_microbatch
     if held_bytes > MOST_BYTES:

@@ -67,6 +67,7 @@ def balanced(
         cuts: where a stage may begin or end; at least one more than there are stages.
         layer_s: seconds of each layer's forward plus backward on a device whose slowness is 1.
     """
+    # totals[d, c]: the seconds of all layers before cut c on device d. Bounds are indices of cuts.
     totals = np.empty((problem.devices, len(cuts)))
     for s in range(problem.devices):
         slowness = np.array(problem.slowness(s) or 1.0)
