@@ -21,9 +21,9 @@ class Answer:
         planner: the planner's name.
         planning_s: how long planning took.
         decision: the cuts and fates; None if no plan was found.
-        evaluation: the decision's seconds and bytes.
-        infeasible: why no plan was found, and a limit that would suffice.
-        splits: the positions of `Plan.splits`, at which layers are cut in two.
+        evaluation: the decision's seconds and bytes; None if no plan was found.
+        infeasible: why no plan was found, and a limit that would suffice; None if a plan was found.
+        splits: the places at which layers are cut in two, as in `Plan.splits`.
         plan: the decision as a plan.
         kinds: for each kind of shape (`Shape.kind`), the best plan among those that were judged
             quickly; empty unless the planner also decided how many devices each stage has.
@@ -41,7 +41,7 @@ class Answer:
     compiled: tuple[CompiledStage, ...] = ()
 
     def fits(self, problem: Problem) -> bool:
-        """Tells whether the answer has a plan, and the plan keeps the problem's limit."""
+        """Tells whether the answer has a plan within the devices' limits; ignores the host's."""
         limit = problem.memory_limit_bytes
         return self.evaluation is not None and (
             limit is None or self.evaluation.limit_bytes <= limit
@@ -61,8 +61,8 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
             return True, math.inf
-        # Rounding makes the seconds of equally fast plans equal, and `sorted` leaves equals in the
-        # order in which the planners were asked.
+        # The seconds of equally fast plans may differ in their last digits. Rounding makes them
+        # equal, and `sorted` leaves equals in the order in which the planners were asked.
         step_s = simulated_step_s(problem, answer.evaluation.stages)
         return not answer.fits(problem), float(f"{step_s:.9g}")
 
@@ -70,7 +70,7 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
-    """Says why none of the answers fits, and which limit would suffice.
+    """Says why none of the answers fits, and which limit would suffice, if a planner named one.
 
     Args:
         problem: the problem that was asked.
@@ -79,6 +79,7 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
     if nearest:
         return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
+    # Every planner made a plan although it exceeds the limit, so none of them reads the limit.
     first = answers[0]
     assert first.evaluation is not None, "there is a plan, or a reason why there is none"
     stages = first.evaluation.stages

@@ -1,4 +1,4 @@
-"""A planner's answer as data for JSON: its stages, and the shapes that the planner tried."""
+"""Converts a planner's answer to data for JSON: its stages, and the shapes that were tried."""
 
 from itertools import pairwise
 from typing import Any
@@ -17,11 +17,11 @@ def plan_of(problem: Problem, answer: Answer) -> Plan:
 def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
     """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
 
-    There is also `host_bytes`, which `--json` leaves out.
+    Each stage also has `host_bytes`, which the caller removes from the output of `--json`.
 
     Args:
         problem: the problem to which the answer belongs.
-        answer: has a plan.
+        answer: an answer that has a plan.
     """
     assert answer.evaluation is not None
     stages = list[dict[str, Any]]()

@@ -1,10 +1,14 @@
 """Explains the place of each cut: what would happen if the cut were one layer later.
 
-Then the first layer of a stage would be the last one of the stage before. `_reason` gives the first
-reason that applies: the layer may not move, the stage before would exceed its memory limit, or the
-slower of the two stages would take longer. Otherwise `_reason` says that the planner chose so. If
-devices have several stages, the seconds and bytes are those of devices. Further reasons may be
-added there.
+With the later cut, the first layer of a stage would be the last layer of the stage before.
+`_reason` gives the first of these reasons that applies, or else says that the planner chose so:
+
+    the layer must share a stage with later layers, or is the only layer of its stage
+    the stage before would exceed its memory limit
+    the stage before would take longer than the slowest stage takes now
+    the stage before would take longer than the slower of the two stages takes now
+
+If devices have several stages, the seconds and bytes are those of devices.
 """
 
 from collections.abc import Sequence
@@ -26,9 +30,9 @@ def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def device_reasons(problem: Problem) -> list[str]:
-    """Describes in a line how devices differ, in the order in which a micro-batch passes them.
+    """Describes in a line the devices of all places, in the order in which micro-batches pass them.
 
-    The list is empty if devices are alike.
+    The list is empty if the problem has no groups: each place has one device, and all are alike.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -57,7 +61,8 @@ def _reason(
     stages: Sequence[StageCost],
     s: int,
 ) -> str:
-    """Explains why the first layer of stage `s` is not the last of the stage before."""
+    """Explains why the first layer of stage `s` is not the last layer of the stage before."""
+    # The stage before has layers [i, j), and stage s has [j, k). The cut moves from j to j + 1.
     i, j, k = decision.bounds[s - 1 : s + 2]
     costs = problem.costs
     layer = costs.ids[j] if costs.ids else j
@@ -67,9 +72,9 @@ def _reason(
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
-    # A negative choice recomputes the layer, perhaps as the first of several layers that
-    # are recomputed together. The moved cut would separate these layers. To keep it simple,
-    # the moved layer is counted as keeping its values, and the next as keeping its input.
+    # A negative choice recomputes the layer, perhaps together with the layers after it. The
+    # moved cut would separate it from them. To keep it simple, the moved layer is counted as
+    # keeping its values, and the layer after it as keeping its input.
     choices = list(decision.choices)
     choices[j] = max(choices[j], 0)
     choices[j + 1] = max(choices[j + 1], RECOMPUTE)
@@ -91,7 +96,7 @@ def _reason(
     now_s = _busy_s(problem, stages)
     moved_s = _busy_s(problem, moved)[place]
     moved_ms = 1e3 * moved_s
-    longer_s = moved_s * (1 - ROUNDING)
+    longer_s = moved_s * (1 - ROUNDING)  # a difference as small as rounding errors is not a reason
     slowest_s = max(now_s)
     if longer_s > slowest_s:
         return head + (
@@ -105,7 +110,7 @@ def _reason(
 
 
 def _busy_s(problem: Problem, stages: Sequence[StageCost]) -> list[float]:
-    """Adds up the seconds per micro-batch of each device's stages, which take turns."""
+    """Returns each device's seconds per micro-batch: the sum over its stages, which take turns."""
     busy_s = [0.0] * problem.devices
     for place, stage in zip(problem.places, stages, strict=True):
         busy_s[place] += stage.seconds

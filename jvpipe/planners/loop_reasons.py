@@ -1,11 +1,14 @@
-"""Says why layers with a loop are not cut there."""
+"""Explains why a layer that contains a loop is not cut between the loop's iterations."""
 
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace.graph import Traced
 
 
 def loop_reasons(traced: Traced) -> list[str]:
-    """Returns a line for each layer with a loop: why it is not cut there, and what would help."""
+    """Returns a line for each layer with a loop: why the loop is not cut, and what would help.
+
+    Layers without parameters are left out, and so are layers whose loops run only once.
+    """
     lines = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]

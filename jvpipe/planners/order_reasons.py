@@ -1,4 +1,4 @@
-"""Explains an order of tasks: its gain over 1F1B, the cost of updates, why steps do not overlap."""
+"""Explains an order of tasks: its gain over 1F1B, the time of updates, why steps do not overlap."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,8 @@ def order_reasons(
 ) -> list[str]:
     """Compares a plan with 1F1B that has no memory limit: seconds, idle time, transfers, bytes.
 
-    The list is empty if there is nothing to compare: for streams, one device, or unknown seconds.
+    The list is empty if there is nothing to compare: the schedule is asynchronous, the pipeline has
+    only one place, or the layers' seconds are unknown.
 
     Args:
         problem: the question that the plan answers, with the plan's order as its schedule.
@@ -29,8 +30,8 @@ def order_reasons(
     is_timed = any(layer.forward_s for layer in problem.costs.layers)
     if not problem.schedule.synchronous or problem.devices == 1 or not is_timed:
         return []
-    # The comparison is with 1F1B without a limit: it then keeps everything, so its step shows what
-    # the memory limit costs as well as what the order gains.
+    # Without a limit, 1F1B keeps everything. So the comparison shows both what the order gains and
+    # what the memory limit costs.
     schedule = find_schedule("1f1b")
     plain = replace(
         problem.unlimited,
@@ -91,7 +92,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Explains an order that a search found; compares it with the bound and usual schedules."""
+    """Explains an order that a search found: compares it with a lower bound and usual schedules."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (
@@ -105,4 +106,5 @@ def search_reasons(plan: OrderedPlan) -> str:
 
 
 def _transfer_s(evaluation: Evaluation) -> float:
+    """Adds up the seconds of all stages' transfers for one micro-batch."""
     return sum(stage.comm_s for stage in evaluation.stages)

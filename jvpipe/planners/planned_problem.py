@@ -1,4 +1,4 @@
-"""A plan with the problem that it solves, its seconds, and the reasons for it."""
+"""Holds a plan with the problem that it solves, and derives its seconds and the reasons for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Planned:
 
     @property
     def layer_s(self) -> list[float] | None:
-        """Each layer's seconds, forward and backward, on the device that was measured, if any."""
+        """Each layer's forward plus backward seconds in the problem's costs; None if all are 0."""
         seconds = work_s(self.problem.costs.layers)
         return seconds if any(seconds) else None
 

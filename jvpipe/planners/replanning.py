@@ -1,24 +1,26 @@
 """Decides from measured seconds whether another plan would pay, and with which cuts.
 
-Legend: T seconds of the slowest device, L layers, S stages, M micro-batches, v stages per device.
+Legend: T seconds of the slowest device per micro-batch, L layers, S stages, M micro-batches,
+v stages per device.
 
-A slow device must not be mistaken for slow layers. The measured seconds y of layer l on
-device d are taken to be the product
+A slow device must not be mistaken for slow layers. So the measured seconds y of layer l on
+device d are split into three factors:
 
     y[l] = w[l] r[l] f[d]
 
-    w[l]    the seconds of the layer on which the plan was based
-    f[d]    how many times longer the device takes than it did then: the median of y / w over its
+    w[l]    the seconds that the plan assumed for the layer
+    f[d]    how many times longer than assumed the device takes: the median of y / w over its
             layers, each weighted by its w
     r[l]    the remaining factor, which belongs to the layer; set to 1 unless it is far from 1
 
-Cuts for a slow device give it fewer layers. The layers return once the device's f is 1 again.
+With f and r, a dynamic program finds the best cuts (`cuts_at_speeds`). A slow device gets fewer
+layers, and gets them back once its f is 1 again.
 
 Noise in the measurements must not move layers, so the gain of other cuts must exceed a
 threshold in several steps in a row, each judged by itself. The home plan is the one that
 was planned or that the user gave. If the best cuts gain too little over the home plan, the
-home plan's cuts are chosen. For a return to the home plan, a smaller gain is enough. `Rule`
-has the thresholds.
+home plan's cuts are chosen. A return to the home plan needs only a smaller gain. `Rule` has the
+thresholds.
 """
 
 from collections import deque
@@ -42,12 +44,12 @@ def cuts_at_speeds(
     fixed_s: Sequence[float] = (),
     places: Sequence[int] = (),
 ) -> list[int]:
-    """Finds the layers per stage whose slowest stage is fastest, and then with the least sum.
+    """Finds how many layers each stage should have, so that the slowest stage is fastest.
 
-    It runs two exact dynamic programs over contiguous cuts, each O(S L^2). The first finds the
-    least seconds of the slowest stage; the second finds the least sum of all stages if none may
-    take longer. If devices have several stages, bounds then move one at a time until no move makes
-    the slowest devices faster.
+    Two exact dynamic programs run over all cuts, each in O(S L^2). The first finds the least
+    seconds of the slowest stage. The second finds, among cuts whose stages take no longer than
+    that, those with the least sum over all stages. If devices have several stages, bounds then move
+    one at a time until no move makes the slowest devices faster.
 
     Args:
         layer_s: the seconds of each layer on a device that is not slow.
@@ -66,7 +68,7 @@ def cuts_at_speeds(
     fixed_s = fixed_s or [0.0] * len(slowness)
     of_stages = zip(slowness, fixed_s, strict=True)
     stages = [slow * run_s + more_s for slow, more_s in of_stages]
-    # A single pass for the least sum could make the slowest stage slower, which decides a step.
+    # The least sum alone could make the slowest stage slower, which matters most for a step.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
@@ -83,8 +85,10 @@ def _balanced(
 ) -> tuple[int, ...]:
     """Moves bounds one at a time until no move makes the slowest devices faster.
 
+    The loop ends, because each move lowers the sorted seconds, and there are finitely many bounds.
+
     Args:
-        bounds: of the stages.
+        bounds: the bounds of the stages.
         stages: for each stage, its seconds by its first layer and the layer after its last.
         places: the device of each stage.
     """
@@ -114,8 +118,8 @@ class Rule:
         gain_home: the share that returning to the home plan must save.
         steps: how many steps in a row must show such a gain.
         horizon_steps: steps within which a migration must save the seconds that it takes.
-        layer: a layer itself counts as slow if its factor r is above this number, and as
-            fast if r is below the number's inverse.
+        layer: a layer's factor r counts as far from 1 if it is above this number or below its
+            inverse.
         learn_steps: how many steps are used to learn the seconds of layers, if the plan was
             made without seconds.
         skip_steps: how many first steps are not used, because programs and caches are cold.
@@ -138,7 +142,7 @@ class Seen(NamedTuple):
 
 
 def all_of(parts: Sequence[Seen]) -> Seen:
-    """Joins the seconds of a step; each process has measured its own layers and stages.
+    """Adds up the parts of a step's seconds; a process has 0 for what other processes measure.
 
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
@@ -224,7 +228,7 @@ class Trigger:
         self.refused: set[tuple[int, ...]] = set()
 
     def observe(self, plan: Plan, seen: Seen) -> Replan | None:
-        """Takes in the seconds of a step; returns other cuts if the evidence for them is enough.
+        """Takes in the seconds of a step; returns other cuts if there is enough evidence for them.
 
         Args:
             plan: the plan under which the step ran.
@@ -256,7 +260,7 @@ class Trigger:
         return replan
 
     def _follow(self, plan: Plan) -> None:
-        """Makes a plan the home plan, unless it is the result of this trigger's request."""
+        """Takes in a new plan, which becomes the home plan unless it has the cuts `asked`."""
         if plan == self._plan:
             return
         if plan.cuts != self.asked:
@@ -266,11 +270,12 @@ class Trigger:
         self.refused.clear()
 
     def _better(self, plan: Plan, seen: Seen) -> Replan | None:
-        """Returns the best cuts for the seconds of a step, if they gain enough."""
+        """Returns the best cuts for the seconds of a step; None if they gain too little."""
         expected, rule = self._expected, self.rule
         assert expected is not None
         devices, places = np.unique(_devices(plan), return_inverse=True)
         slowness = self.slowness(plan, seen)
+        # by_device is w f of each layer, and ratio is r.
         by_device = expected * np.repeat(slowness, plan.cuts)
         ratio = np.array(seen.layer_s) / by_device
         far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
@@ -290,7 +295,7 @@ class Trigger:
         at_home = plan.cuts == self.home.cuts
         least_s = self._least_step_s(float(seconds.sum()), slowness, chunks)
         needed_gain = rule.gain if at_home else rule.gain_home
-        # Even a step as short as the lower bound may gain too little.
+        # No cuts are sought if even a step as short as the lower bound gains too little.
         if now_s - least_s <= now_s * needed_gain:
             return None
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s, places.tolist()))
@@ -308,19 +313,19 @@ class Trigger:
         """Returns a lower bound on the seconds of a step under any cuts.
 
         If work could be divided anywhere, not only between layers, all devices could be
-        busy for the same time, total / (sum of 1 / f). The slowest device takes at least
-        that long. The stages together take at least as long as the fastest device would
-        take for all the work, total times the least f.
+        busy for the same time: the total divided by the sum of 1 / f over all devices. The
+        slowest device takes at least that long. The stages together take at least as long as
+        the fastest device would take for all the work: the total times the least f.
         """
         # `slowness` has the f of a device once for each of its stages.
         shared_s = chunks * total_s / sum(1 / f for f in slowness)
         return self._step_s(shared_s, total_s * min(slowness), chunks)
 
     def _step_s(self, slowest_s: float, all_s: float, chunks: float) -> float:
-        """Counts a step's seconds: without a flush M T, otherwise as `surrogate` does.
+        """Estimates a step's seconds as `surrogate` does (`stage_cost.py`), without transfers.
 
-        That is (M - 1) T plus the seconds of all stages once if devices have one stage each. With
-        v stages each, it is (M - 1 / v) T plus 1 / v of the seconds of all stages.
+        Without a flush, a step takes M T. With a flush, it takes (M - 1 / v) T, plus 1 / v of the
+        seconds of all stages (`all_s`). `chunks` is v.
         """
         if self._synchronous:
             return (self._microbatches - 1 / chunks) * slowest_s + all_s / chunks
@@ -343,7 +348,7 @@ class Trigger:
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
-        """Gives the reason: the stage whose seconds are furthest from the planned seconds."""
+        """Names the reason: the stage whose seconds are furthest from the planned seconds."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
         of_layers_s = np.add.reduceat(np.array(seen.layer_s), starts)
@@ -359,12 +364,12 @@ class Trigger:
 
 
 def _devices(plan: Plan) -> list[int]:
-    """Returns the device of each stage; of replicas the first."""
+    """Returns the device of each stage; the first one if the stage has replicas."""
     return [stage.devices[0] for stage in plan.stages]
 
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Returns the value with half of the weight below it and half above."""
+    """Returns the weighted median: at most half of the weight is below it, at most half above."""
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
     middle = np.searchsorted(reached, reached[-1] / 2)

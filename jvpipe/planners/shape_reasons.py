@@ -83,7 +83,7 @@ def _replica_reasons(
         shapes: the possible shapes.
         problem: the problem of the shape that was chosen.
         decision: the cuts and fates that were chosen for it.
-        best_s: the seconds of its step.
+        best_s: the simulated seconds of a step of this decision.
     """
     reasons = []
     shape = pipeline_shape(problem, shapes.batch // problem.microbatches)
@@ -91,8 +91,8 @@ def _replica_reasons(
         count = len(devices)
         if count == 1:
             continue
-        # The cuts stay, and only fates are decided again, roughly: a full search for each place would
-        # take as long as planning.
+        # The cuts stay. Fates are decided again, but only roughly: a stage keeps everything or
+        # recomputes everything. A full search for each place would take as long as planning.
         fewer = with_entry(shape.places, p, devices[:-1])
         without = shapes.problem(replace(shape, places=fewer))
         rough = kept_or_again(without, decision.bounds)
@@ -103,7 +103,7 @@ def _replica_reasons(
             continue
         step_s = simulated_step_s(without, evaluation.stages)
         would = f"with {count - 1} a step would take {1e3 * step_s:.2f} ms"
-        # If the user has fixed the number of devices, fewer may be as fast.
+        # If the user has fixed the number of devices, fewer devices may be as fast.
         is_reason = step_s > best_s
         reasons.append(f"{has} because {would}" if is_reason else f"{has}; {would}, not longer")
     return reasons

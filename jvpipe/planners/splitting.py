@@ -1,17 +1,20 @@
-"""Cuts layers in two, if one stage is slower than the others or no plan keeps the memory limit.
+"""Cuts layers in two if whole layers are too few, too uneven, or too large for the memory limit.
+
+    `finest`         halves all layers until there are as many layers as stages
+    `within_limit`   halves all layers once if no plan of whole layers keeps the memory limit
+    `better`         cuts a few layers if one stage is slower than the others
 
 vPipe and DawnPiper cut a model between any nodes of the framework's graph. jvpipe also cuts
 inside layers, but only if that pays, because each layer costs a dispatch per micro-batch.
-All places inside layers and between them are considered together. Cuts are accepted if their
-slowest stage is nearly as fast as possible. Among accepted cuts, those with the fewest cut
-layers are preferred; if several have equally few, those that send the fewest bytes. Measured
-seconds may decide which layers are cut, but they do not change what a run computes: a layer
-is cut only if its halves give bitwise identical results (`programs.bit_equality`).
+`better` considers all places inside layers and between them together. It accepts cuts whose
+slowest stage is nearly as fast as possible. Among these, it prefers those with the fewest cut
+layers, and then those that send the fewest bytes. Measured seconds may decide which layers are
+cut, but they do not change what a run computes: a layer is cut only if its halves give bitwise
+identical results (`programs.bit_equality`).
 
 A stage of finer layers may hold fewer bytes. But measured seconds, which vary, must not
-decide whether a limit can be kept. So only two models are tried to keep a limit: the one
-with whole layers, and the one with all layers halved. `SPLITTING` has the thresholds, which
-may be changed.
+decide whether a limit can be kept. So `within_limit` tries only two models: the one with whole
+layers, and the one with all layers halved. `SPLITTING` has the thresholds, which may be changed.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -56,7 +59,7 @@ class SplitEffort:
         rounds: how many rounds of cutting there are at most; a later one may cut halves again.
         layers_per_stage: with more layers than this per stage, layers are not halved to keep
             a limit, because a stage of such small layers would hold hardly fewer bytes.
-        places: how many places of a layer are tried.
+        places: how many places `finer` tries in a layer, and how many sets of cuts `evener` tries.
     """
 
     slow_times: float = 1.03
@@ -91,7 +94,7 @@ class Splitter:
     """A cutter of layers.
 
     Args:
-        device: the kind of device by whose seconds the middle of a layer is found.
+        device: the kind of device for which the seconds of a layer's equations are estimated.
         keeps_bits: tells whether halves give bitwise identical results.
     """
 
@@ -101,7 +104,7 @@ class Splitter:
     def finest(self, traced: Traced, stages: int) -> Traced:
         """Cuts a model into at least as many layers as stages, or as finely as it can be cut.
 
-        The loop ends, because each round adds layers, and there are only so many equations.
+        The loop ends, because each round adds layers, and each layer has at least one equation.
 
         Args:
             traced: the model.
@@ -125,7 +128,7 @@ class Splitter:
             plan: makes a plan of a model.
 
         Returns:
-            The plan, and how many more times layers may be cut: 1 for whole layers, 0 for halves.
+            The plan, and how many rounds of `better` may follow: 1 for whole layers, 0 for halves.
 
         Raises:
             MemoryLimitExceeded: no plan keeps the limit; the error has the smallest limit
@@ -155,7 +158,7 @@ class Splitter:
         Args:
             begin: the plan so far.
             plan: makes a plan of a model.
-            rounds: how many times layers may be cut.
+            rounds: how many rounds there are at most.
         """
         best = begin
         for _ in range(rounds):
@@ -214,7 +217,7 @@ class Splitter:
     def _first_wrong(
         self, traced: Traced, where: Sequence[tuple[int, int]]
     ) -> tuple[int, int] | None:
-        """Returns a place at which results would not be bitwise identical, if there is one."""
+        """Returns a place at which results would not be bitwise identical, or None."""
         cut = traced
         # The last place is cut first, so that the numbers of earlier layers stay the same.
         # If a layer is cut at two places, the earlier place then lies in the first half. It
@@ -253,6 +256,7 @@ class Splitter:
         return None
 
     def _equation_s(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[float]:
+        """Estimates the seconds of each equation on the device."""
         return roofline.equation_seconds(eqns, outputs, self.device)
 
 
@@ -292,14 +296,14 @@ class _Cut:
 def even_places(
     planned: Planned, inside: Mapping[int, Sequence[CutPlace]]
 ) -> list[tuple[int, int]]:
-    """Returns the places inside layers at which stages are as even as possible.
+    """Returns the places inside layers at which stages should end to be nearly even.
 
-    Two dynamic programs run over all places, like those for whole layers
-    (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest stage.
-    The second allows stages that take slightly longer (`SPLITTING.near_times`), and finds
-    the cuts with the fewest cut layers and, among those, the fewest sent bytes. A stage
-    that recomputes, or has a slow device, takes more seconds than the sum of its layers.
-    The ratio of its seconds to this sum is assumed to stay as it is.
+    Two dynamic programs run over all n places inside layers and between them, each in O(S n^2)
+    for S stages (`planners/model/chain_dp.py`). The first finds the least seconds of the slowest
+    stage. The second allows stages that take slightly longer (`SPLITTING.near_times`), and finds
+    the cuts with the fewest cut layers and, among those, the fewest sent bytes. A stage that
+    recomputes, or has a slow device, takes more seconds than the sum of its layers. The ratio of
+    its seconds to this sum is assumed to stay as it is.
 
     Args:
         planned: the plan so far.
@@ -320,7 +324,7 @@ def even_places(
     def matrices() -> Iterator[Matrix]:
         """Yields each stage's seconds, by the place where it begins (row) and ends (column).
 
-        The seconds include the time to receive what crosses the place where the stage begins.
+        They include sending what crosses the place where the stage begins, and its cotangents.
         """
         for stage, time in enumerate(times):
             starts = slice(None) if stage else slice(1)
@@ -350,7 +354,7 @@ def even_places(
 
 
 def _times(planned: Planned, layer_s: Sequence[float]) -> list[float]:
-    """Returns the seconds of each stage, as a multiple of the seconds of its layers."""
+    """Returns, for each stage, its seconds divided by the sum of its layers' seconds."""
     times: list[float] = []
     bounds = pairwise(planned.decision.bounds)
     for stage, (i, j) in zip(planned.evaluation.stages, bounds, strict=True):
@@ -364,7 +368,7 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    # crossing[k]: bytes that cross the place before layer k; over[k]: those that also go beyond it.
+    # crossing[k]: bytes that cross the bound before layer k; over[k]: those that also pass layer k.
     crossing = [0] * (len(layer_s) + 1)
     over = [0] * len(layer_s)
     for edge in costs.edges:
@@ -387,9 +391,10 @@ def _cuts(
 
 
 def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
-    """Leaves out each place inside a layer that is near the place before it.
+    """Leaves out places inside layers that are less than `least_s` after the place before them.
 
-    If both places are inside layers, the one with fewer bytes to send is kept.
+    If that place is inside a layer, too, the one of both with fewer bytes to send is kept. Places
+    between layers are never left out.
     """
     kept = [cuts[0]]
     for cut in cuts[1:]:

@@ -1,4 +1,4 @@
-"""Optimizer state on the host: its bytes, the seconds of its copies, and what can come back."""
+"""Counts bytes and seconds of optimizer state on the host; brings back what devices can hold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -88,7 +88,7 @@ def room_left(
     room: dict[int, int] = {}
     for stage, size in zip(plan.stages, held_bytes, strict=True):
         for device in stage.devices:
-            # If a device has several stages, the one with the most bytes counts.
+            # If a device has several stages, the one that leaves the least room counts.
             limit = limits[device]
             room[device] = min(room.get(device, limit), limit - size)
     return room

@@ -2,10 +2,10 @@
 
 A fate says what happens to a value between its forward and its backward: `keep`, `swap` (to host
 memory) or `recompute`. A candidate is a value inside a layer whose fate can be chosen. An edge is a
-tensor between layers.
+tensor between layers. The optimizer's state has fates, too: it is kept or swapped between updates.
 
-Fates and cuts decide where and when a value is computed, and never change the value. So a user may
-choose them freely.
+Under a synchronous schedule, fates and cuts decide where and when a value is computed, and never
+change the value. So a user may choose them freely.
 """
 
 import logging
@@ -151,13 +151,13 @@ def _changed(
     patterns: Mapping[str, str],
     matching: Callable[[str, Fate], list[list[str]]],
 ) -> Plan:
-    """Gives each pattern's fate to the tensors that it matches; later patterns win.
+    """Gives each pattern's fate to the tensors or parameters that it matches; later patterns win.
 
     Args:
         plan: the plan whose fates are changed.
         field: which fates of its stages are changed.
         patterns: fates by pattern.
-        matching: lists for each stage the tensors that a pattern matches.
+        matching: lists for each stage the names that a pattern with this fate matches.
     """
     every_fate = [dict(getattr(stage, field)) for stage in plan.stages]
     for pattern, fate in patterns.items():

@@ -1,4 +1,4 @@
-"""The largest seconds and bytes for which planners' sums stay accurate."""
+"""Checks that seconds and bytes are small enough for the planners' sums to stay accurate."""
 
 from jvpipe.cost.slowness import work_s
 from jvpipe.planners.model.problem import Problem
@@ -30,7 +30,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
-    # No device of any plan holds more than a device that has all layers and keeps every value.
+    # No plan is likely to hold more on a device than all layers with every value kept.
     per_microbatch = inputs + sum(kept) + sum(crossing)
     held_bytes = weights + once + in_flight * per_microbatch
     if held_bytes > MOST_BYTES:

@@ -9,6 +9,8 @@ the stage before ends. An entry is infinite if the stage is impossible, for exam
 The program keeps, for each place, the best path up to it. This suffices because a sum or a maximum
 never becomes smaller if a part of it becomes larger: no path through the place is better than one
 that begins with the best path up to it. S stages between n cuts take S n ** 2 steps.
+
+`least_max` and `sums_through` need a first matrix of one row, and a last matrix of one column.
 """
 
 from collections.abc import Iterable, Sequence

@@ -12,8 +12,9 @@ a segment [i, j) of layers, arrows show what crosses its bounds:
 `spans.py` counts what enters segments. What leaves a segment enters its mirror image: if layers are
 counted from the end of the model, [i, j) becomes [n - j, n - i), and what went forward comes back.
 
-Two more numbers are the early values and the waiting cotangents that the legend of `stage_bytes.py`
-describes. They depend on what is in flight on other stages.
+Two more numbers are the bytes of the early values and waiting cotangents that the legend of
+`stage_bytes.py` describes. They depend on what is in flight on other stages. They are sums of
+spans, too: a value that counts several times has several spans (`_early`, `_late`).
 """
 
 from collections.abc import Iterable, Sequence

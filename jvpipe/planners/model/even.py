@@ -65,6 +65,7 @@ def balanced(
         cuts: where a stage may begin or end; at least one more than there are stages.
         layer_s: seconds of each layer's forward plus backward on a device whose slowness is 1.
     """
+    # totals[d, c]: the seconds of all layers before cut c on device d. Bounds are indices of cuts.
     totals = np.empty((problem.devices, len(cuts)))
     for s in range(problem.devices):
         slowness = np.array(problem.slowness(s) or 1.0)
@@ -98,10 +99,11 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     """Finds the bounds whose longest stage takes the least time; later stages are filled first.
 
     The least time is found by halving an interval. To try a time, the cuts at which stages can end
-    are found, from the first stage to the last. A cut follows the nearest possible cut before it,
-    because a farther one would only make the stage longer. The stage may take the time tried. A
-    stage of one layer may also take what the slowest layer takes where it is fastest, because the
-    longest stage takes that in any case.
+    are found, from the first stage to the last. A stage begins at the nearest cut before its end at
+    which the stages before it can end, because a farther cut would only make it longer. It may take
+    the time tried. The layers between neighbouring cuts are a piece. A stage of one piece may also
+    take `least_s`, the time of the slowest piece on its fastest device, because the longest stage
+    takes at least that in any case. Each of some 40 tries takes O(stages * cuts).
 
     Args:
         totals: for each stage, the seconds of all layers before each cut on the stage's device.
@@ -126,7 +128,7 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
         for s in reversed(range(stages)):
             end = bounds[-1]
             fits = ends[s][:end] & (totals[s, end] - totals[s, :end] <= longest_s)
-            # If the stage would take too long from any cut, it is one layer.
+            # If the stage would take too long from any cut, it is one piece.
             bounds.append(int(fits.argmax()) if fits.any() else end - 1)
         return bounds[::-1]
 

@@ -96,9 +96,10 @@ def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
 
 
 def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
-    """Counts the seconds of all-reduces that no backward hides.
+    """Counts the least seconds of all-reduces that no backward hides.
 
-    What shows is the latency or, if larger, the excess of the all-reduce over the backwards.
+    They are the latency or, if larger, the excess of the all-reduce over the backwards. The true
+    seconds may be more, because a layer's gradients are reduced only after the layer's backward.
 
     Args:
         whole_s: the seconds of each segment's all-reduce.

@@ -4,7 +4,7 @@ from jvpipe.planners.model.problem import Decision
 
 
 class Infeasible(ValueError):  # noqa: N818 - planners also read it as an answer
-    """The error for a problem whose memory limit no plan keeps.
+    """The error of a planner that finds no plan within a problem's memory limit.
 
     The plan that comes nearest is over the limit by `excess_bytes` at `stage`. It would fit under a
     limit of `smallest_limit_bytes`. `decision` is this nearest plan, if it is known.

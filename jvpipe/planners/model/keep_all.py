@@ -1,12 +1,12 @@
-"""The bytes of every possible stage if each residual is kept, for many segments at once.
+"""Counts the bytes of every possible stage if each residual is kept, for many segments at once.
 
-A segment is some consecutive layers, considered as a possible stage. `stage_cost.py` counts the same
-numbers for one stage at a time. Property tests compare both (tests/papers/test_kept_stages.py,
-tests/planners/model/test_groups.py).
+A segment is some consecutive layers, considered as a possible stage. `stage_bytes.py` counts the
+same numbers for one stage at a time. Tests compare both (tests/papers/test_kept_stages.py,
+tests/planners/model/test_groups.py). For stages of several devices, the peaks are upper bounds.
 
 Legend: `cuts` are the layers before which the model may be cut. A grid's entry (a, b) is for the
-segment from the a-th to the b-th cut. The entry is infinite if b <= a, because such a segment has
-no layer.
+segment from the a-th to the b-th cut. If b <= a, the segment has no layer: its entry is infinite
+in the result of `peak_bytes`, and means nothing in other grids.
 """
 
 from dataclasses import dataclass
@@ -97,7 +97,10 @@ class KeepAll:
         self.cuts = self.segments.cuts if cuts is None else cuts
 
     def peak_bytes(self, s: int) -> Grid:
-        """Counts each segment's peak on a device of stage s, plus the device's `less_bytes`."""
+        """Counts each segment's peak on a device of stage s, plus the device's `less_bytes`.
+
+        The backwards of the stage are counted as whole, and its device as having no other stage.
+        """
         # If the devices of stage s work on other shares of micro-batches, layers have other bytes.
         if self.segments.of(s) is not self.segments:
             return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
@@ -115,6 +118,7 @@ class KeepAll:
 
     @cached_property
     def _kept(self) -> KeptBytes:
+        """The bytes of one micro-batch in every segment."""
         # A layer's first option keeps every residual.
         layers = [option_bytes(layer, layer.options[0]) for layer in self.segments.costs.layers]
         kept = np.array([float(x.kept) for x in layers])
@@ -136,7 +140,7 @@ class KeepAll:
 
 
 def least_kept_bytes(problem: Problem) -> float:
-    """Counts the bytes of the fullest device if all is kept, with the cuts that make it least full.
+    """Counts the bytes of the fullest stage if all is kept, with the cuts that make it least full.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

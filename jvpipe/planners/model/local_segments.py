@@ -1,4 +1,4 @@
-"""Rough costs of segments (possible stages) at each local batch, by which shapes are compared.
+"""Counts rough costs of segments (possible stages) at each local batch, to compare shapes.
 
 Legend: a shape says how many devices (replicas) each stage has. A micro-batch of mu examples on r
 replicas gives each replica a local batch of at most b = ceil(mu / r) examples. The coarse cuts are
@@ -174,12 +174,12 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # Bytes are counted in a pipeline of three stages. The stand-in for this stage is the one
-        # with number `near`, counted from the end. Values arrive early at a stage if the stage
-        # before it has more micro-batches in flight. If they arrive early at this stage, its
-        # stand-in is number 1 or 2, where they arrive early, too. If not, it is number 3, the first
-        # stage, or this stage's own number if that is smaller. `more` is how many more
-        # micro-batches this stage has in flight than its stand-in.
+        # Bytes are counted for a stand-in: stage `near` of a pipeline of three stages, which are
+        # numbered from the end. Values arrive early at a stage if the stage before it has more
+        # micro-batches in flight. This is so for the present stage if behind < microbatches. Then
+        # the stand-in is number 1 or 2, where values arrive early, too. Otherwise, the stand-in is
+        # number 3, the first stage, or the stage's own number if that is smaller. `more` is how
+        # many more micro-batches the stage has in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes

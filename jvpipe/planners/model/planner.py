@@ -1,4 +1,4 @@
-"""A registered planner: its name, the function that decides, what it needs and what it decides."""
+"""Defines a registered planner: its name, its function, what it needs and what it decides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,14 +30,15 @@ class Planner:
     Attributes:
         name: the name that users give.
         decide: answers a problem; raises `Infeasible` if it finds nothing that fits.
-        why: one sentence that tells users why its cuts are where they are.
+        why: a clause that tells users why its cuts are where they are.
         fate_rule: how the planner treats the residuals that layers leave for their backwards.
         asks_seconds: whether the planner reads layers' seconds, which then have to be measured.
         as_paper: whether the planner does what its paper says and nothing more: it cuts between
             whole layers, takes devices in the order given, and leaves the order of tasks to the
             schedule's rule.
         shape_rule: how a paper's planner divides devices among stages, given the size of a
-            micro-batch; None: it gives each stage one device.
+            micro-batch; None: it gives each stage one device. jvpipe's own planner also has
+            None, because it divides devices in a search of its own.
     """
 
     name: str
@@ -50,10 +51,10 @@ class Planner:
 
     @property
     def chooses_fates(self) -> bool:
-        """Whether it decides what is kept, swapped and recomputed."""
+        """Whether the planner decides what is kept, swapped and recomputed."""
         return self.fate_rule is FateRule.CHOOSES
 
     @property
     def shapes(self) -> bool:
-        """Whether it decides how many devices each stage has."""
+        """Whether the planner decides how many devices each stage has."""
         return not self.as_paper or self.shape_rule is not None

@@ -41,8 +41,8 @@ class Group:
         name: the kind of these devices, for messages.
         costs: the layers' costs for the largest share of a micro-batch that one of these devices
             works on; None: the problem's, because each device works on whole micro-batches.
-        receives: the link from the place before, for the bytes that all replicas receive
-            together; None: the problem's `peer`.
+        receives: the link from the place before (for place 0, from the last place), for the bytes
+            that all replicas receive together; None: the problem's `peer`.
         reduces: the all-reduce of gradients as a link, for the gradient bytes of one replica.
         machines: the machine of each of these devices; empty if the cluster has only one.
     """
@@ -148,7 +148,7 @@ class Problem:
 
     @property
     def phases(self) -> int:
-        """How often a step waits for its slowest stage: see `Schedule.phases`."""
+        """The phases of a step, each of which has its own slowest stage: see `Schedule.phases`."""
         return self.schedule.phases(self.devices, self.microbatches)
 
     @property
@@ -206,7 +206,7 @@ class Problem:
         return self.group(s).costs or self.costs
 
     def slowness(self, s: int) -> tuple[float, ...]:
-        """Returns the `slowness` of a stage's devices; empty if they take what `costs_of` says."""
+        """Returns the `slowness` of a stage's devices; empty if it is 1 for all layers."""
         return self.group(s).slowness
 
     def less_bytes(self, s: int) -> int:
@@ -219,8 +219,9 @@ class Problem:
         Each group has the link from the place before it (`receives`). In a vee the second
         half of the stages goes back along the places. The receiving place is then the one
         before the sending place, so the link between them is that of the sending group. At the
-        turn of a vee, both stages have the same devices, so that what is received takes no time.
-        To keep it simple, this includes values of earlier stages, as in the simulator.
+        turn of a vee, both stages have the same devices, so receiving takes no time. To keep it
+        simple, the link counts for all values, even those of stages before the sending stage; the
+        simulator does the same.
         """
         if s == 0:
             return self.peer
@@ -237,7 +238,7 @@ class Problem:
         return self.link_into(s + 1) if s + 1 < self.stages else self.peer
 
     def limit_of(self, device: int) -> int | None:
-        """Returns the bytes that each device at a place may hold; None: no limit."""
+        """Returns the bytes that each device at a place (`device`) may hold; None: no limit."""
         limit = self.memory_limit_bytes
         return None if limit is None else limit - self.at_places[device].less_bytes
 
@@ -277,7 +278,7 @@ class Problem:
         return replace(self, memory_limit_bytes=None, host_limit_bytes=None)
 
     def in_order(self, order: Sequence[int]) -> "Problem":
-        """Returns the problem with its devices in another order along the pipeline."""
+        """Returns the problem with its groups in another order: place p gets group `order[p]`."""
         return replace(self, groups=tuple(self.groups[at] for at in order))
 
     def told_apart(
@@ -327,7 +328,8 @@ def single_groups(
         numbers: the number of each device outside of the problem; empty: 0, 1, 2, ...
 
     Returns:
-        The limit of the roomiest device, and the groups; no groups if all devices are alike.
+        The limit of the roomiest device, and the groups. If all devices are alike, there are no
+        groups, and `names` and `numbers` are lost.
     """
     limit = max(limits, default=None)
     groups = list[Group]()

@@ -1,10 +1,11 @@
-"""The seconds and bytes of segments before fates are chosen, for many pairs of cuts at once.
+"""Counts seconds and bytes of segments before fates are chosen, for many pairs of cuts at once.
 
 A segment [i, j) is the layers i to j - 1, considered as a possible stage s. `stage_cost.py`
 defines what is counted, for one segment at a time. This file computes the same numbers as
-arrays; a property test compares both (tests/planners/model/test_segments.py). `grids.py` sums
-the numbers of layers over segments, and `crossings.py` counts the values that cross the bounds
-of segments.
+arrays; a property test compares both (tests/planners/model/test_segments.py). For stages of several
+devices two numbers are bounds: `fixed_bytes` is never too small, and the seconds of all-reduces are
+never too large. `grids.py` sums the numbers of layers over segments, and `crossings.py` counts the
+values that cross the bounds of segments.
 
 A `Grid` has one number for each i of `starts` (rows), where segments begin, and each j of
 `ends` (columns), where they end. Entries with j <= i mean nothing. The numbers of a layer
@@ -126,6 +127,7 @@ class Segments:
         return self.of(s)._seconds(s)[1]
 
     def _seconds(self, s: int) -> tuple[OverJ, OverJ]:
+        """Returns the sums of `forward_of` and `compute_of`, made once for each slowness."""
         slowness = self.problem.slowness(s)
         if slowness not in self._timed:
             forward_s, compute_s = (np.diff(x) * slowness for x in self._timed[()])
@@ -145,9 +147,9 @@ class Segments:
         """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
         The work of a layer is its seconds in the costs. A stage takes some multiple of
-        these seconds for each layer. Let r be its smallest multiple. Then the stage does at
-        most 1 / r of work per second. At best all stages end together. The bound is thus
-        the work of all layers, divided by the sum of the rates 1 / r.
+        these seconds for each layer. If r is the smallest of its multiples, the stage does at
+        most 1 / r of work per second. In the best case, all stages take equally long. So the
+        bound is the work of all layers, divided by the sum of the rates 1 / r.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
@@ -220,7 +222,8 @@ class Segments:
         """Counts the bytes of the segments of stage s that do not depend on fates.
 
         They are parameters, gradients, the optimizer's state, shared values, values that arrive
-        early and cotangents that wait. The `less_bytes` of the stage's devices are added.
+        early and cotangents that wait. The `less_bytes` of the stage's devices are added. For a
+        stage of several devices, the result is an upper bound (`surely_spared_bytes`).
 
         Args:
             s: the stage.
@@ -240,8 +243,8 @@ class Segments:
                 ends,
                 replicas,
             )
-        # All stages are compared with one limit, the roomiest device's. So the bytes by which this
-        # device has less memory than the roomiest one count as if they were held.
+        # All stages are compared with the limit of the roomiest device. So the bytes by which the
+        # limit of this stage's devices is smaller count as if they were held.
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
@@ -373,8 +376,8 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas == 1:
             return whole_s
-        # No layer is divided among replicas, so updates take at least as long as the
-        # longest layer.
+        # A layer's update is not divided among replicas, so all updates take at least as long as
+        # the longest one.
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> CutBlock:

@@ -1,4 +1,4 @@
-"""The shapes of pipelines: the devices at each place, and the examples of a micro-batch.
+"""Defines shapes of pipelines: the devices at each place, and the examples of a micro-batch.
 
 Planners compare shapes. For each shape, `Shapes.problem` makes the problem that is then solved.
 
@@ -79,8 +79,8 @@ class Shapes:
     """The shapes of a model on the first `devices` of a cluster, and the problem of each.
 
     Attributes:
-        model: the part of the problem that is the same in every shape: costs of a whole batch, the
-            schedule, limits, the links to the host.
+        model: what is the same in the problem of every shape: the schedule, limits, the links to
+            the host. Its costs are read only for numbers that do not depend on the batch.
         local: the model's costs by local batch, which is the number of examples that one device
             works on at a time.
         cluster: the machines and their links.
@@ -140,7 +140,7 @@ class Shapes:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The possible sizes of a micro-batch, largest first: divisors of the batch."""
+        """The sizes of micro-batches, largest first: divisors that feed all replicas in `pins`."""
         if self.pins.size is not None:
             return (self.pins.size,)
         largest = max(self.pins.replicas or (1,))
@@ -152,8 +152,8 @@ class Shapes:
         """The orders of devices along which places are laid out: DAPPLE's placements.
 
         "Append first" lists the devices machine by machine. "Scatter first" lists one device of
-        each machine in turn. It treats all machines as one block, or lists one block of machines
-        after another. Here two machines, with a | between them, have two devices each:
+        each machine of a block in turn. All machines form one block, or several blocks are listed
+        one after another. Here two machines, with a | between them, have two devices each:
 
             0 1 | 2 3       append first   0 1 2 3
                             scatter first  0 2 1 3
@@ -186,6 +186,7 @@ class Shapes:
             group = replace(
                 self._joined(devices),
                 costs=None if is_whole else self.local.at(share),
+                # For p = 0, this is the link from the last place, as in a loop of stages.
                 receives=self.cluster.way(shape.places[p - 1], devices),
                 reduces=self.cluster.reducing(devices),
                 machines=self._machines(devices),

@@ -8,9 +8,10 @@ a < i <= b < j:
     value         a--------b             a = 1, b = 4
     segment          [i-------)j         i = 2, j = 5: counts
 
-The sum over all pairs with a < i and b < j is a prefix sum in two dimensions. It also has the pairs
-with b < i, which lie before the segment. The sum over the pairs with b < i is subtracted: the first
-sum has all of them, because a < b < i < j.
+The sum over all pairs with a < i and b < j is a prefix sum in two dimensions. It includes the pairs
+with b < i, which lie before the segment and must not count. All of them are in it, because
+a < b < i < j, so their sum is subtracted. With n pairs, S starts and E ends, all segments together
+take O(n log n + S E).
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +50,7 @@ class Spans:
             starts: where segments begin, in ascending order.
             ends: where they end, in ascending order.
         """
-        # Pairs whose b is before the first start, or not before the last end, count for none.
+        # A pair whose b is before the first start, or not before the last end, never counts.
         near = slice(*np.searchsorted(self.b, (starts[0], ends[-1])))
         a = self.a[near]
         b = self.b[near]

@@ -1,4 +1,7 @@
-"""The bytes of layers, stages and devices: the formulas of all planners, tested by enumeration.
+"""Counts the bytes of layers, stages and devices, by formulas that all planners share.
+
+A test compares the formulas with a list of all that a device holds at every moment
+(tests/planners/model/test_stage_bytes.py).
 
 Legend: a stage holds layers [i, j), that is, layers i to j - 1. k is the number of
 micro-batches in flight on the stage: their forward has run, and their backward has not
@@ -108,10 +111,10 @@ def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
 
 
 def recompute_peak_bytes(layer: LayerCost) -> int:
-    """Counts a layer's residuals in a backward that recomputes all of them.
+    """Counts the bytes of a layer's residuals in a backward that recomputes all of them.
 
-    The last option recomputes the most. What it leaves is recomputed here as well, and
-    counts too.
+    The last option recomputes the most residuals. The residuals that it still keeps or swaps are
+    recomputed here as well, so their bytes are added.
     """
     last = layer.options[-1]
     return last.kept_bytes + last.swapped_bytes + last.extra_bytes
@@ -151,9 +154,9 @@ def layers_bytes(
     A run is a layer with `RECOMPUTE` and the layers after it with `RECOMPUTE_CHAIN`. Their
     forwards run again one after the other, before their backwards. So the residuals of the
     run's layers, and the inputs between them, are held at once: `working` of a layer
-    includes those of the run's earlier layers. The last layer of a run is an exception,
-    because no forward follows it. Its backward recomputes the residuals itself, which may
-    take less time than its forward.
+    includes those of the run's earlier layers. The last layer of a run is an exception: its
+    backward follows at once and recomputes the residuals itself, which may take less time than
+    its forward.
     """
     run = 0
     for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
@@ -199,7 +202,7 @@ def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class StageBytes(Generic[Bytes]):
-    """The bytes of a stage as numbers, or of many stages as arrays; the module's legend has them.
+    """The bytes of a stage as numbers, or of many stages as arrays; see the legend of the module.
 
     >>> StageBytes(in_flight=3, static=100, kept=10, swapped=4, beyond=5).peak
     143

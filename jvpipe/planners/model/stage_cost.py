@@ -291,13 +291,18 @@ def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
 class Evaluation:
     """The stages that a decision gives, their bytes, and an estimate of the seconds of a step.
 
-    The estimate `step_s` has a closed form, called the surrogate (see the function
-    `surrogate`). For M micro-batches of an asynchronous schedule it is M times the slowest
-    stage. For a synchronous schedule it is the time of one micro-batch through all stages,
-    plus M - 1 times the slowest stage. In GPipe the slowest forward plus the slowest
-    backward replace the slowest stage. A link counts like a stage. Recomputing counts in
-    full, although some of it may run while a backward waits for its cotangent. The
-    simulator takes these waits into account, and planners ask it before they choose a plan.
+    The estimate `step_s` is a closed formula (`surrogate`). Legend: M micro-batches, v stages per
+    device. One micro-batch takes t seconds in all stages together, and c in all transfers. T is the
+    seconds between two micro-batches on the slowest device or link (`bottleneck_s`).
+
+        asynchronous    M T
+        synchronous     t / v + c + (M - 1 / v) T
+        two phases      t + c + (M - 1) (slowest forward + slowest backward)
+
+    In two phases, as in GPipe, all forwards run before the first backward; a link that is slower
+    counts instead of a stage. Recomputing counts in full, although some of it may run while a
+    backward waits for its cotangent. The simulator takes these waits into account, and planners
+    ask it before they choose a plan.
     """
 
     stages: tuple[StageCost, ...]
@@ -358,8 +363,9 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Estimates the seconds of a step in closed form, by which planners search cuts and fates.
 
     The simulator then decides between the plans that they find. The estimate equals the
-    simulated seconds if all stages are alike and transfers take no time
-    (tests/planners/model/test_stage_cost.py). `Evaluation` has the formula in words.
+    simulated seconds if all stages are alike, transfers take no time, backwards are whole, and
+    each device has one stage or M is a multiple of the number of devices
+    (tests/planners/model/test_stage_cost.py). `Evaluation` has the formula.
 
     Args:
         problem: gives the schedule, the micro-batches and the places.

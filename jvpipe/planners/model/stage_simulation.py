@@ -1,8 +1,8 @@
 """Simulates a problem's stages to find seconds per step, cheaply enough for a planner's search.
 
-Which tasks wait for which depends only on the schedule, the number of stages, the micro-batches,
-and which kinds of work take time at all (`Features`). So the graph of tasks is made once and cached
-(`_stream`), and then run with the seconds of one plan after another.
+A graph says which tasks wait for which. It depends only on the schedule, the number of stages, the
+number of micro-batches, and which kinds of work take any time (`Features`). So the graph is made
+once and cached (`_stream`), and then run with the seconds of one plan after another.
 
 A synchronous schedule is simulated for one step. An asynchronous schedule is simulated as a stream,
 of which some micro-batches are timed once it is steady (`stream_window`).
@@ -69,7 +69,8 @@ def least_steps_s(
 ) -> Float[np.ndarray, " runs"]:
     """Returns lower bounds of `simulated_step_s` for many plans (runs) at once.
 
-    They are lower bounds because here no transfer waits for another one on a shared link.
+    They are lower bounds, because no transfer waits here for another one on a shared link, and
+    copies to the host and all-reduces keep no task waiting.
 
     Args:
         problem: gives the schedule and the micro-batches.
@@ -86,7 +87,7 @@ def least_steps_s(
     loads_s[:-1, sends] = parts_s[1:, returns]
     impossible = np.isinf(loads_s).any(axis=(0, 1))
     possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
-    # Copies to the host and reductions get no tasks here, so their seconds do not count.
+    # Copies to the host and all-reduces get no tasks here, so their seconds do not count.
     features = Features(
         recompute=bool(parts_s[:, PARTS.index(Kind.R)].any()),
         swaps=False,
@@ -249,7 +250,7 @@ def _steps_s(
     stream: StageWork,
     ends_s: Float[np.ndarray, "tasks runs"],
 ) -> Float[np.ndarray, " runs"]:
-    """Counts seconds per step from the ends of tasks.
+    """Counts the seconds per step from the times at which tasks end.
 
     A synchronous step ends with its last task. A stream is timed at each stage, from the end of one
     backward to the end of a later one (`stream_window`), and the slowest stage counts.

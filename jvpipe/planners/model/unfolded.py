@@ -2,7 +2,7 @@
 
 The problem is unfolded: each stage gets a device of its own, and has as many micro-batches in
 flight as before. Each of these devices may hold only a budget: a fraction of its limit, the same
-for all devices. A search by halving finds the largest budget whose plan fits the true devices.
+for all devices. A search by halving looks for the largest budget whose plan fits the true devices.
 Every plan that the search accepts was counted on the true devices, so it keeps their limits. A
 better plan may exist, because the stages of a device need not hold equal parts of its limit.
 """
@@ -28,7 +28,7 @@ class UnfoldedLists:
     schedule: Schedule
 
     def __call__(self, stages: int, microbatches: int) -> TaskLists:
-        """Makes a list per stage."""
+        """Makes the list of tasks of each stage."""
         lists: list[list[Task]] = [[] for _ in range(stages)]
         for tasks in self.schedule.tasks(stages // self.schedule.chunks, microbatches):
             for task in tasks:
@@ -94,9 +94,9 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
         refused = None
         low = 0
         high = limit
-        # The whole limit is tried first, and if it suffices, nothing is searched. Then the interval
-        # is halved. A budget is too small if nothing fits it, and too large if the stages of a
-        # device together are over the device's limit.
+        # The whole limit is tried first. If its plan fits the devices, or if it has no plan, no
+        # budget is sought. Then the interval is halved. A budget is too small if nothing fits it,
+        # and too large if the stages of a device together are over the device's limit.
         budget = limit
         for _ in range(BUDGETS):
             asked = with_budget(apart, limit, budget)
