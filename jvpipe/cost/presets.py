@@ -1,7 +1,7 @@
 """The clusters that have a name: those of the papers, and some with newer devices.
 
 Rates are sustained rates: a figure of the maker, times the share that training programs reach. The
-exception are CPU cores and copies between them, which have typical rates. To add a device or
+exceptions are CPU cores and copies between them, which have typical rates. To add a device or
 cluster, add it here, from its data sheet. The shares are:
 
     products, memory    the share that the device's family reaches (`families.py`)
