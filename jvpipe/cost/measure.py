@@ -148,8 +148,8 @@ def measured_costs(
     Args:
         traced: the model.
         device: the device that runs the layers.
-        store: the store of the layers' programs. Training with the same store reuses the programs
-            that are compiled here.
+        store: the store of the layers' programs. Training with the same store does not compile the
+            same programs again.
         optimizer: the optimizer, whose state is counted and whose updates are measured;
             None to leave both out.
         microbatches: micro-batches of a step.
