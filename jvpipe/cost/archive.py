@@ -43,9 +43,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns an archive in JAX's compilation cache; if that is off or remote, one that keeps
-        nothing.
-        """
+        """Makes an archive in JAX's compilation cache; it keeps nothing without a local cache."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         is_on = jax.config.values["jax_enable_compilation_cache"]
         is_local = cache and "://" not in cache

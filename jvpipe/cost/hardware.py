@@ -1,7 +1,7 @@
 """The hardware as planners see it: devices, links, and clusters of machines with devices.
 
 A link is a rate and a latency. All communication is described by links, so that code which counts
-seconds deals with one type. What the `size` of `Link.seconds(size)` counts depends on the link:
+seconds deals with one type. The meaning of `size` in `Link.seconds(size)` depends on the link:
 
     a copy                                  the bytes that are copied
     an all-reduce (`reducing`)              the bytes of one summand

@@ -2,8 +2,8 @@
 
 A step is a kernel, or several kernels joined into one. A buffer holds a value from the step that
 writes it to the last step that reads it. The memory of a result is set aside during the whole
-program. Until the result is written, other buffers can lie in that memory without taking any more.
-They are called its lodgers.
+program. Until the result is written, other buffers can lie in that memory, and take no further
+bytes. They are called its lodgers.
 
     step            0    1    2    3       w: a step writes it; r: the last step that reads it
     a result                  w-----
@@ -62,7 +62,7 @@ def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list
 
 
 def peak_bytes(buffers: Sequence[HeapBlock], scratch_bytes: int) -> int:
-    """Counts the most bytes that buffers take at once, without gaps between them.
+    """Counts the most bytes that buffers take at once, as if they were packed without gaps.
 
     Args:
         buffers: the buffers of a program that do not lie in results.

@@ -1,11 +1,13 @@
 """A traced model as planners see it: seconds and bytes of its layers, and the values between them.
 
-The bytes follow the rules by which buffers are made when a step is lowered. So a planner
-never counts fewer bytes for a stage than the stage will hold. The rules distinguish two
-sorts of values. A value that some backward reads is held: it exists until that backward, once
-for each micro-batch in flight. The layers whose backwards read the value are its holders.
-Every other value passes: it exists only from the first to the last forward that makes or
-reads it, and counts as a temporary of the layers from the first to the last.
+The bytes follow the rules by which buffers are made when a step is lowered. So if the temporary
+bytes of the programs are right, a planner never counts fewer bytes for a stage than the stage
+will hold. The rules distinguish two sorts of values.
+
+A value that some backward reads is held: it exists until that backward, once for each
+micro-batch in flight. The layers whose backwards read the value are its holders. Every other
+value passes: it exists only from the first to the last forward that makes or reads it, and
+counts as a temporary of all layers from the first to the last.
 
     layers of a stage     0   1   2   3
     a value               w---r-------r      w: layer 0's forward makes the value

@@ -1,4 +1,4 @@
-"""Compares devices: how many times longer one takes than another for each layer."""
+"""Compares the speeds of devices: for each layer, how many times longer one takes than another."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""The bytes that a program holds besides its inputs and results, counted from its equations alone.
+"""Counts the bytes that a program holds besides inputs and results, from its equations alone.
 
 The rules describe what compilers were seen to do in programs for H100s and TPUs
 (`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). On
@@ -36,8 +36,8 @@ On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
                batch of products, or another layout between programs (`tpu_layouts.py`)
     twice      a product of at least 128 rows with a transposed operand, such as an embedding table,
                is copied if it is a result of the program and kernels read it, too
-    images     what convolutions read and make has its channels along the 128 columns of tiles, so
-               inputs and results with another layout between programs are copied
+    images     images that convolutions read or make have channels along the 128 columns of tiles;
+               an input or result that is an image is copied if its layout between programs differs
     scratch    small buffers lie in the on-chip memory while there is room (`heap.py`)
 """
 

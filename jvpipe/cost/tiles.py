@@ -1,4 +1,4 @@
-"""The bytes of arrays in a compiler's layout, which pads two dimensions to whole tiles.
+"""Counts the bytes of arrays in a compiler's layout, which pads two dimensions to whole tiles.
 
 TPUs store arrays in tiles. A float32 array of 100 x 64 in tiles of 8 x 128 takes 13 tiles, one
 below the other, and so 104 x 128 x 4 bytes:
