@@ -327,7 +327,8 @@ class Watch:
 
     It acts only if there are several processes. The training thread cannot be interrupted while it
     waits for a device, so another thread checks. Before that thread ends the process, it prints the
-    cause as the last line.
+    cause as the last line. The training thread may notice the loss at the same moment: whoever
+    takes `_verdict` first tells the cause, and the other thread stays silent.
 
     Args:
         hosts: this process and the others.
@@ -336,7 +337,7 @@ class Watch:
 
     def __init__(self, hosts: Hosts, say: Callable[[str], None]) -> None:
         self._hosts, self._say = hosts, say
-        self._stopped = threading.Event()
+        self._stopped, self._verdict = threading.Event(), threading.Lock()
         self._at_s, self._doing = time.monotonic(), "before the first step"
 
     def progress(self, doing: str) -> None:
@@ -351,6 +352,7 @@ class Watch:
 
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
+        self._verdict.acquire()  # if the other thread has it, that thread ends this process
 
     def _look(self) -> None:
         while not self._stopped.wait(PATIENCE.look_s):
@@ -373,6 +375,8 @@ class Watch:
         return f"waited for {awaited}" if awaited else "all processes are connected"
 
     def _end(self, message: str) -> None:
+        if not self._verdict.acquire(blocking=False):
+            return
         process = self._hosts.named(self._hosts.process)
         print(f"error: {message}; {process} was at {self._doing}", file=sys.stderr)
         leave(self._hosts, ExitCode.TRY_AGAIN)

@@ -32,8 +32,6 @@ class ExitCode(IntEnum):
 # The first Ctrl-C or SIGTERM asks a command to stop; training stops between two steps. A second
 # signal ends the process at once.
 
-_AGAIN_S = 0.001
-"""The delay, in seconds, before a KeyboardInterrupt that Python has dropped is raised again."""
 _ENDING = threading.Lock()
 
 
@@ -42,7 +40,7 @@ def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
     if _ENDING.acquire(blocking=False):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\nstopped at once\n")
     else:  # another thread also saw the second signal, and prints the line
-        time.sleep(_AGAIN_S)
+        time.sleep(0.001)
     os._exit(ExitCode.STOPPED + signum)
 
 
@@ -78,7 +76,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def _again(handler: Callable[[Any], object], lost: Any) -> None:
     """Raises an interrupt again if Python has dropped it, for example during garbage collection."""
     if lost.exc_type is KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, 0.001)  # after this handler has returned
     else:
         handler(lost)
 

@@ -20,15 +20,17 @@ class Family:
     Attributes:
         products: the share of the peak rate of float32 that products reach if their tiles keep all
             cores busy.
+        tiling: how the rate of products depends on their tiles; None if not measured.
         memory: the share of the memory's peak rate that kernels reach.
         launch_s: the fixed seconds that each kernel takes in addition to its work.
-        tiling: how the rate of products depends on their tiles; None if not measured.
     """
 
     products: float
-    memory: float
-    launch_s: float
     tiling: Tiling | None = None
+    # Assumed for all families. A V100's copies reach a bit more: 790 of 900 GB/s (Warburton, 2018).
+    memory: float = 0.8
+    # The same in all families; experiments/predicts, fitted half, finds 2.97e-6.
+    launch_s: float = 3e-6
 
     def share(self, dtype: str) -> float:
         """Returns the share of the peak rate that products of a dtype reach.
@@ -38,10 +40,6 @@ class Family:
         return self.products if dtype == "float32" else SHEET.products
 
 
-# Assumed for all families. A V100's copies reach a bit more: 790 of 900 GB/s (Warburton, 2018).
-_MEMORY = 0.8
-# The same in all families; experiments/predicts, fitted half, finds 2.97e-6.
-_LAUNCH_S = 3e-6
 _TILING = Tiling(
     # experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s
     start=32.0,
@@ -50,15 +48,15 @@ _TILING = Tiling(
 )
 
 # Assumed for large products. The share covers what a tiling would count, such as idle cores.
-SHEET = Family(0.6, _MEMORY, _LAUNCH_S)
+SHEET = Family(0.6)
 """The family of all devices whose family was not measured. Without a tiling, all products reach the
 same share of the peak rate.
 """
 # experiments/predicts, fitted half: torchgpipe's AmoebaNet-D and U-Net on P40s
-PASCAL = Family(0.78, _MEMORY, _LAUNCH_S, _TILING)
+PASCAL = Family(0.78, _TILING)
 """The family of the P40."""
 # experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s
-VOLTA = Family(0.85, _MEMORY, _LAUNCH_S, _TILING)
+VOLTA = Family(0.85, _TILING)
 """The family of Volta and Turing GPUs, whose tensor cores cannot multiply float32. So float32 runs
 on their ordinary cores.
 """

@@ -25,7 +25,7 @@ from jvpipe.profiles.located_json import Located, parse_located
 from jvpipe.profiles.operator_graph import Operator, operator_costs
 from jvpipe.util.sizes import MOST_BYTES
 
-_BYTES_PER_S = 16e9  # the rate of PCIe 3, assumed if no edge of a file has both a cost and a size
+_PCIE_3 = Link(16e9)  # assumed if no edge of a file has both a cost and a size
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     lines = {ends: edge.place.line for ends, edge in edges.items()}
     order = topological_order(nodes, lines, file)
     rates = _rates(edges.values())
-    link = Link(statistics.median(rates) if rates else _BYTES_PER_S)
+    link = Link(statistics.median(rates)) if rates else _PCIE_3
     whose = "of this file's edges" if rates else "that are assumed without edges of cost and size"
     for edge in edges.values():
         # A comparison with NaN is false, so `not ... <=` refuses NaN, too.

@@ -21,8 +21,7 @@ from jvpipe.report.chrome_trace import COMPUTE, sorted_devices
 from jvpipe.util.sizes import format_bytes
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
-_DEVICE_ROW, _LINK_ROW = 0.36, 0.2  # the heights of rows, in inches
-_CURVES = 2.0  # the height of the curves, in inches
+_DEVICE_ROW, _LINK_ROW, _CURVES = 0.36, 0.2, 2.0  # the heights of the parts, in inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8
 """Boxes of at most `_THIN_PT` points have no white edge. Boxes are at least `_SEEN_PT` points wide,
 because narrower boxes would be invisible."""

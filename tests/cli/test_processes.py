@@ -8,14 +8,16 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import pytest
 
 from experiments.hosts.run import free_port
+from jvpipe.cli import processes
 from jvpipe.cli.command_line import given
-from jvpipe.cli.processes import join
-from jvpipe.runtime.engine.hosts import ALONE
+from jvpipe.cli.processes import Watch, join
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
 from tests.commands import finished
 
 LIMIT_S = 20
@@ -77,8 +79,9 @@ def test_who_waits_can_be_stopped(process: str, capsys: pytest.CaptureFixture[st
     ]
     stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     stop.start()
+    # The thread that waits goes on in this process. It ends before it would print for whom it waits.
     with pytest.raises(SystemExit) as end:
-        join(given([*meet, "--host-timeout", str(LIMIT_S)]))
+        join(given([*meet, "--host-timeout", "2"]))
     assert end.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err == "stopped before all processes had connected\n"
 
@@ -132,3 +135,27 @@ def test_a_secret_where_nobody_asks_for_it_is_refused(tmp_path: Path) -> None:
         "with --distributed the processes meet through JAX, which does not check a secret"
         in of_cluster.stderr
     )
+
+
+def test_a_loss_that_the_training_thread_has_told_is_not_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The watch notices the loss of process 0 while the training thread reports it."""
+    ended, looked, left = threading.Event(), threading.Event(), MagicMock()
+    monkeypatch.setattr(processes, "leave", left)
+    hosts = MagicMock(Hosts, count=2, process=1, timeout_s=60.0)
+
+    def lost() -> tuple[int, ...]:
+        looked.set()
+        ended.wait(LIMIT_S)
+        return (0,)
+
+    hosts.lost.side_effect = lost
+    with Watch(hosts, lambda _: None):
+        assert looked.wait(LIMIT_S)
+    ended.set()
+    (watching,) = [each for each in threading.enumerate() if each.name == "jvpipe-watch"] or [None]
+    if watching:
+        watching.join(LIMIT_S)
+    assert capsys.readouterr().err == ""
+    assert not left.called

@@ -1,5 +1,6 @@
 """Cuts a model evenly: stages get equally many layers, or devices get nearly equal seconds."""
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -9,9 +10,6 @@ from jaxtyping import Float
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.spans import Cuts
-
-_EQUAL_S = 1e-12
-"""The search for the least time ends when its interval is at most this fraction of the time."""
 
 
 def even(problem: Problem) -> Decision:
@@ -136,7 +134,7 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     # Halving is correct because a time suffices if any shorter time does.
     high = float(totals[:, -1].max())
     best = filled(high)
-    while high - low > _EQUAL_S * high:
+    while not math.isclose(low, high, rel_tol=1e-12):
         middle = (low + high) / 2
         bounds = filled(middle)
         if bounds is None:

@@ -12,8 +12,10 @@ import sys
 from functools import cache
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers of these options in glibc's malloc.h
-_KEPT_BYTES = 2**31 - 1  # how many freed bytes are kept: the largest value of the option
-_MAPPED_BYTES = 2**30  # larger buffers still come from the system and return there when freed
+_OPTIONS = (
+    (_MMAP_THRESHOLD, 2**30),  # larger buffers still come from the system, and return there
+    (_TRIM_THRESHOLD, 2**31 - 1),  # how many freed bytes are kept: as many as glibc allows
+)
 _VARIABLES = (
     "GLIBC_TUNABLES",
     "MALLOC_MMAP_THRESHOLD_",
@@ -30,5 +32,4 @@ def keep_freed_memory() -> bool:
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return False
     tell = getattr(ctypes.CDLL(None), "mallopt", None)
-    options = (_MMAP_THRESHOLD, _MAPPED_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES)
-    return tell is not None and all(tell(*option) for option in options)
+    return tell is not None and all(tell(*option) for option in _OPTIONS)
