@@ -4,7 +4,7 @@ A description is a tuple of texts that says what was measured and where. The num
 description have a file of their own, whose name is a digest of the description. If any text
 changes, the numbers are measured again. So a description must contain all that its numbers
 depend on. A damaged file counts as missing. Processes that share the folder need no locks,
-because files appear whole.
+because a file gets its name only when it is complete.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns the archive in JAX's local compilation cache; without one, it keeps nothing."""
+        """Makes an archive in JAX's compilation cache; it keeps nothing without a local cache."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         is_on = jax.config.values["jax_enable_compilation_cache"]
         is_local = cache and "://" not in cache
@@ -100,7 +100,7 @@ class Archive:
         return [kept[description] for description in descriptions]
 
     def find(self, *what: str) -> list[float] | None:
-        """Returns the numbers of a description; None if there are none, or the file is damaged."""
+        """Returns the numbers of a description; None if its file is missing, damaged or ignored."""
         if self.folder is None:
             return None
         path = self._path(what)
@@ -116,7 +116,7 @@ class Archive:
         return numbers if is_whole else None
 
     def keep(self, numbers: Sequence[float], *what: str) -> None:
-        """Keeps the numbers of a description, unless the machine is busy or the disk refuses."""
+        """Keeps the numbers of a description, unless the machine is busy or writing fails."""
         if self.folder is None or self.busy:
             return
         try:
@@ -136,14 +136,14 @@ class Archive:
 
 
 def _digest(numbers: Sequence[float]) -> str:
-    """Returns a digest, which tells whether numbers were damaged on disk."""
+    """Returns a digest of numbers, by which damage on disk is noticed."""
     return hashlib.sha256(json.dumps(list(map(float, numbers))).encode()).hexdigest()
 
 
 def usable_cores() -> int:
     """Returns how many cores this process may use.
 
-    Only Linux tells which cores these are. Elsewhere all cores of the machine count.
+    If the system cannot tell (as outside of Linux), all cores of the machine count.
     """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

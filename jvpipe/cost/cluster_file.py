@@ -1,16 +1,16 @@
 """Reads clusters that a user describes in TOML; errors name the file, the field and its line.
 
-All fields of the file are below. The device is given in one of three ways: `device` as a name,
-`[device]` as a table, or `devices`, a list with an entry for every device.
+All fields of the file are below. A file gives its devices in one of three ways: `device` as a name,
+`[device]` as a table, or `devices` as a list with an entry for every device.
 
-name = "lab"                 # default: the name of the file
+name = "lab"                 # default: the name of the file, without its suffix
 devices_per_machine = 4
 machines = 2                 # default: 1, which needs no [network]
 networks = 1                 # network links of each machine, which its devices share; default: 1
 peer_uses_host = false       # whether transfers between devices of a machine take the links to the
                              # host (PCIe), as swapped tensors do; default: true
 host_memory_bytes = "256GiB" # of each machine; default: no limit
-device = "a100-40gb"         # the device of the preset of that name, or a table as [device] below
+device = "a100-40gb"         # the device of the preset with this name
 devices = ["a100-40gb", "2080ti", { like = "2080ti", name = "old card", memory_bytes = "8GiB" }]
                              # in place of `device`: one entry per device, machine by machine;
                              # devices_per_machine may be left out
@@ -26,8 +26,9 @@ elementwise_per_s = 5e12     # elementwise operations per second
 tiling = { cores = 80, start = 32, winograd = 0.8 }
                              # see `tiling.py`; default: products use all cores without loss
 
-# [host] is the link of each device to its host, and always needed. [peer], with the same fields, is
-# needed if a machine has several devices, and [network] if there are several machines.
+# [host] is the link of each device to its host, and is always needed. [peer] and [network] have the
+# same fields. [peer] is needed if a machine has several devices, and [network] if there are several
+# machines.
 [host]
 bytes_per_s = 12e9
 latency_s = 10e-6            # default: 0
@@ -91,7 +92,7 @@ def read_cluster(path: Path) -> Cluster:
     try:
         text = path.read_text()
         table = _Table(path, text, tomllib.loads(text))
-    except ValueError as error:  # also of letters that are not UTF-8, and of too many digits
+    except ValueError as error:  # also raised for text that is not UTF-8, and for too many digits
         raise ValueError(f"{path} is not TOML: {error}") from error
     except RecursionError:
         raise ValueError(f"{path} is not TOML: it is nested too deeply") from None
@@ -213,7 +214,7 @@ def _flops_per_s(device: "_Table") -> dict[str, float]:
 
 
 def _cores(device: "_Table", like: Accelerator) -> tuple[int, Tiling | None]:
-    """Reads the cores of a device and its tiling, which are stated together or not at all."""
+    """Returns a device's cores and tiling: those of its table `tiling`, or else those of `like`."""
     if "tiling" not in device.entries:
         return like.cores, like.tiling
     tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")
@@ -232,9 +233,9 @@ def _preset(table: "_Table", key: str, name: str) -> Accelerator:
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of the file, which knows where in the file it is.
+    """A table of the file, with its place in the file.
 
-    Its methods read an entry. If the entry is wrong, they raise ValueError with its line.
+    Its methods read an entry. If the entry is wrong, they raise a ValueError that names its line.
 
     Attributes:
         path: the path of the file.
@@ -283,7 +284,8 @@ class _Table:
             key: the key of the number.
             default: the number if the key is missing; a default may be infinite. None if the key
                 must be there.
-            zero: whether the number may be 0: a time or a share may be 0, a rate is at least 1.
+            zero: whether the number is a time or a share, which may be 0. If not, it is a rate,
+                which must be at least 1.
         """
         if default is not None and key not in self.entries:
             return default
@@ -339,12 +341,12 @@ def _line_of(text: str, key: str) -> int | None:
     """Returns the line of a dotted key, or of its table if the key is missing.
 
     `tomllib` reports no lines, so this searches the text for headers, inline tables and keys. The
-    headers `[[name]]` stand for `name[0]`, `name[1]` and so on.
+    first header `[[name]]` stands for `name[0]`, the second for `name[1]`, and so on.
     """
     lines = text.splitlines()
     *tables, last = key.split(".")
     current: list[str] = []
-    counts: Counter[str] = Counter()  # of the tables of each list so far
+    counts: Counter[str] = Counter()  # by name, the headers so far
     header = None
     for number, line in enumerate(lines, 1):
         if match := re.match(r"\s*(\[+)([^\[\]]+)\]", line):

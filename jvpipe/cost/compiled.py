@@ -1,9 +1,9 @@
 """Finds the temporary bytes of every option's backward, by compiling it.
 
 An option of a layer says which values the layer's backward recomputes. The temporary bytes
-do not follow from these values alone. For example, recomputing half of a layer may need more
-temporary bytes than recomputing all of it. So each backward is compiled, and the compiler
-reports its bytes. No backward is run.
+cannot be derived from the sizes of these values. For example, recomputing half of a layer may
+need more temporary bytes than recomputing all of it. So each backward is compiled, and the
+compiler reports its bytes. No backward is run.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,7 +24,7 @@ def with_compiled_bytes(
     store: ProgramStore,
     device: Device,
 ) -> list[tuple[Option, ...]]:
-    """Returns the options of all layers, with `extra_bytes` from the compiler's reports.
+    """Returns the options of all layers, with `extra_bytes` as the compiler reports them.
 
     Args:
         traced: the model.

@@ -6,9 +6,9 @@ loaded in the parent. It runs no program. Parent and child exchange lines of JSO
     the child reads     {"platform", "topology", "config"}, which names the target; then, for each
                         program, {"id", "bytes"}, followed by that many bytes of StableHLO
     the child writes    {"kind"} when it is ready, or {"refused"} if the target's compiler does not
-                        start; then, for each program, in the order in which they are done,
-                        {"id", "numbers"} with its bytes, as `Sizes.of` reads them, or
-                        {"id", "refused"} with the compiler's message
+                        start; then, as soon as a program is compiled, {"id", "numbers"} with its
+                        bytes, as `Sizes.of` reads them, or {"id", "refused"} with the compiler's
+                        message
 """
 
 import json
@@ -68,7 +68,7 @@ def first_line(error: Exception) -> str:
 
 
 def _own_output() -> BinaryIO:
-    """Returns standard output for answers alone; what libraries print goes to standard error."""
+    """Returns the standard output, and sends what libraries print there to standard error."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return output

@@ -1,9 +1,9 @@
 """The compiler of a target, which runs in a child process and reports the bytes of programs.
 
 A target is a device that programs are compiled for, whether such a device is here or not. Each
-program is compiled once: the answer is kept in the archive, by the text of the program, the target,
-the versions of the compiler and its flags. The child process (`compiler_process.py`) compiles as
-many programs at a time as it has threads.
+program is compiled once. The archive keeps the answer under the text of the program, the target,
+the versions of the compiler, and its flags and options. The child process (`compiler_process.py`)
+compiles several programs at a time, one per thread.
 """
 
 import json
@@ -31,7 +31,8 @@ _OTHERS = {
     "cuda": ("--xla_cpu_", "--xla_tpu_"),
     "tpu": ("--xla_cpu_", "--xla_gpu_", "--xla_force_host_"),
 }
-"""By platform, prefixes of flags that its compiler does not know: it would exit at such a flag."""
+"""By platform, the prefixes of flags that its compiler does not know. It would exit at such a flag.
+"""
 _BETWEEN_S = 10.0
 """The least seconds between two lines of the log about progress."""
 
@@ -141,7 +142,7 @@ class Compiler:
     Attributes:
         target: the target that it compiles for.
         archive: the archive of its answers.
-        asked: how many programs a child has compiled so far.
+        asked: how many programs child processes have compiled so far.
     """
 
     target: Target
@@ -213,7 +214,7 @@ class Compiler:
 
 @cache
 def compiler_of(target: Target, folder: Path | None) -> Compiler:
-    """Returns the compiler of a target and folder, always the same object.
+    """Returns the compiler of a target and folder; calls with equal arguments share one object.
 
     Args:
         target: the target that it compiles for.
@@ -223,7 +224,7 @@ def compiler_of(target: Target, folder: Path | None) -> Compiler:
 
 
 def _flags(platform: str) -> str:
-    """Returns the flags of the environment without those of other platforms."""
+    """Returns the flags of the environment, without flags of other platforms."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = _OTHERS.get(platform, ())
     return " ".join(flag for flag in flags if not flag.startswith(others))
@@ -233,7 +234,7 @@ def _flags(platform: str) -> str:
 def _child(target: Target) -> Iterator[_Child]:
     """Starts a child that compiles for a target, and ends it at the end of the `with` block."""
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",  # the child uses no other devices, though it compiles for them
+        "JAX_PLATFORMS": "cpu",  # the child compiles for other devices, but must not use them
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so several processes may compile
         "XLA_FLAGS": _flags(target.platform),

@@ -1,9 +1,9 @@
 """The costs of a model, layer by layer: the numbers that planners and the simulator read.
 
-All numbers are for one micro-batch on one device. They are measured (`measure.py`), estimated from
-the jaxpr (`estimate.py`), or read from a profile that others have measured (`profiles/`). Bytes
-"per micro-batch in flight" count once for each micro-batch whose forward has run on the stage and
-whose backward has not.
+All numbers are for one device. The numbers of a forward or backward are for one micro-batch. They
+are measured (`measure.py`), estimated from the jaxpr (`estimate.py`), or read from a profile that
+others have measured (`profiles/`). Bytes "per micro-batch in flight" count once for each
+micro-batch whose forward on the stage has begun and whose backward has not ended.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ class Option:
         extra_s: seconds by which the backward takes longer, because it recomputes values.
         extra_bytes: additional bytes that the backward needs while it runs.
         fates: by name, the fate of each value that is not kept.
-        swaps_input: whether the layer's own inputs are swapped, too.
+        swaps_input: whether the layer's own inputs (`LayerCost.input_bytes`) are swapped, too.
     """
 
     kept_bytes: int
@@ -82,16 +82,19 @@ class LayerCost:
         name: the name of the layer.
         forward_s: seconds of its forward.
         backward_s: seconds of its whole backward, if everything is kept.
-        options: the ways to treat what its forward leaves; the first keeps everything.
-        parameter_bytes: bytes of one version of its parameters. A stage may hold several versions.
+        options: the ways to treat what its forward leaves. The first option keeps everything, and
+            the last one recomputes the most.
+        parameter_bytes: bytes of one version of its trained parameters, without tied ones
+            (`Shared`). A stage may hold several versions.
         gradient_bytes: bytes of its gradients. The layer of the loss also counts the losses and aux
             values that a step collects.
         optimizer_bytes: bytes of all that lasts between steps and has only one version: the state
-            of the optimizer, model state, captured arrays, and frozen parameters.
-        input_bytes: bytes of the inputs that no other layer's backward reads, per micro-batch in
-            flight.
-        temporary_bytes: bytes that the layer's programs need while they run, cotangents of inputs
-            and outputs included.
+            of the optimizer, and the model state, captured arrays and frozen parameters that no
+            other layer uses.
+        input_bytes: bytes of the inputs that only this layer's backward reads, per micro-batch in
+            flight. They are called the layer's own inputs.
+        temporary_bytes: bytes that the layer's programs need while they run if everything is kept,
+            cotangents of inputs and outputs included.
         split: the cost of its backward in halves; None if the backward always runs whole.
         state_bytes: the part of `optimizer_bytes` that only one of several replicas keeps.
         update_s: seconds of its update.
@@ -112,7 +115,7 @@ class LayerCost:
 
     @property
     def reduced_bytes(self) -> int:
-        """The bytes of gradients, which replicas sum up; if not given, those of the parameters."""
+        """The bytes of gradients, which replicas sum up; if they are 0, those of the parameters."""
         return self.gradient_bytes or self.parameter_bytes
 
     def slower(self, times: float) -> "LayerCost":
@@ -149,11 +152,13 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The bytes of a value, such as a tied parameter, that a stage with any of `layers` holds once.
+    """The bytes of a value that a stage with any of `layers` holds once.
 
-    A tensor that several layers read counts per micro-batch in flight. A parameter that several
-    layers read (a tied parameter) counts per version, and is not part of any layer's
-    `parameter_bytes`. Model state and captured arrays of several layers count per version, too.
+    A value that belongs to a micro-batch, such as a tensor that several backwards read, counts per
+    micro-batch in flight. With `per_version`, a value counts once for each version of the
+    parameters. Such values are parameters that several layers read (tied parameters, which are not
+    part of any layer's `parameter_bytes`), and the model state and captured arrays of several
+    layers.
     """
 
     layers: tuple[int, ...]
@@ -188,10 +193,10 @@ class Costs:
         shared: the bytes that several layers hold together.
         together: sets of layers; all layers of a set must be in the same stage.
         ids: for each layer, its number in the source of the costs: the node of a graph file, or the
-            id in a layer graph.
+            id in a layer graph. If empty, layers are numbered by their place in `layers`.
         carried: sets of layers through which model state goes to the next micro-batch. A device
             that runs several stages must have the layers of a set in only one of its stages.
-        outline: the model as exports need it.
+        outline: what exports need to know about the model; None if the source has no such outline.
     """
 
     layers: tuple[LayerCost, ...]

@@ -1,9 +1,9 @@
 """The costs of a model on hardware that is not here, estimated from the model's jaxprs alone.
 
 Nothing is compiled or allocated. Seconds come from the roofline (`roofline.py`), and temporary
-bytes from rules about what compilers do (`temporaries.py`). The device's compiler may have been
-asked about some programs. Where it reports more temporary bytes than the rules give, its numbers
-count (`reported_temporaries.py`). Layers with equal programs are estimated once.
+bytes from rules about what compilers do (`temporaries.py`). If the device's compiler was asked
+about a program and reports more temporary bytes than the rules give, its number counts
+(`reported_temporaries.py`). Layers with equal programs are estimated once.
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ def _works(
     Args:
         programs: by layer, the programs that keep all candidates.
         graph: the layers.
-        optimizer: the optimizer whose updates count; None if none do.
+        optimizer: the optimizer whose updates count; None to leave updates out.
         device: the device that would run the programs.
         said: the answers of the device's compiler.
     """
@@ -163,9 +163,9 @@ def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, floa
 def _update_s(piece: Piece, device: Accelerator) -> float:
     """Estimates the seconds of a piece of the optimizer.
 
-    A piece without products is compiled to one kernel that reads each input once and writes each
-    result once. So it takes one launch, and the time to move these bytes. The roofline would count
-    several kernels. A piece with products gets the roofline's seconds.
+    A piece without products is assumed to become one kernel that reads each input once and writes
+    each result once. So it takes one launch, and the time to move these bytes. The roofline would
+    count several kernels. A piece with products gets the roofline's seconds.
     """
     if product_flops(piece.program.eqns):
         return roofline.seconds(piece.program, device)

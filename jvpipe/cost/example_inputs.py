@@ -8,7 +8,7 @@ import numpy as np
 
 
 def example_of(shape: Any) -> Any:
-    """Makes an array of a shape and dtype: random floats, keys, or zeros for other types.
+    """Makes an array of a shape and dtype: random floats, PRNG keys, or zeros for other dtypes.
 
     Floats are not zeros, because some devices compute faster with zeros than with other values.
     """
@@ -21,9 +21,10 @@ def example_of(shape: Any) -> Any:
 
 
 def _keys(shape: Any) -> jax.Array:
-    """Makes keys of JAX's random numbers, of a shape and dtype.
+    """Makes an array of equal PRNG keys.
 
-    `shape` does not tell the implementation of the keys, so an abstract evaluation finds it.
+    `shape` does not name the implementation of the keys. So an abstract evaluation finds it, along
+    with the shape of the integers that the keys consist of.
     """
     impl: list[Any] = []
 

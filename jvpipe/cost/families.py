@@ -1,10 +1,10 @@
-"""The shares of their data sheets' rates that families of devices reach, with the sources.
+"""The shares of the rates in data sheets that families of devices reach, with the sources.
 
-A family is a set of devices that are assumed to reach the same shares of their makers' figures.
-A constant belongs to a family, not to one device. So a device that nobody has measured can use
-the constants of its family. If the source of a constant says "fitted half", `experiments/predicts`
-fitted the constant to one half of the published throughputs, and the other half judges the result.
-The source of a constant is the comment above it.
+A family is a set of devices that are assumed to reach the same shares of their makers' figures. A
+constant belongs to a family, not to one device. So a device that has not been measured can use the
+constants of its family. The comment above a constant is its source. If the comment says "fitted
+half", `experiments/predicts` fitted the constant to one half of the published throughputs, and the
+other half judges the result.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Family:
     def share(self, dtype: str) -> float:
         """Returns the share of the peak rate that products of a dtype reach.
 
-        It was measured for float32 alone, so all other dtypes have the assumed share of `SHEET`.
+        Only float32 was measured, so all other dtypes have the share that `SHEET` assumes.
         """
         return self.products if dtype == "float32" else SHEET.products
 
@@ -47,24 +47,28 @@ _TILING = Tiling(
     winograd=0.82,
 )
 
-# Assumed for large products. The share includes launches, and cores that are idle at the end.
+# Assumed for large products. The share covers what a tiling would count, such as idle cores.
 SHEET = Family(0.6)
-"""The family of devices in no measured family. It has no tiling: products use all cores."""
+"""The family of all devices whose family was not measured. Without a tiling, all products reach the
+same share of the peak rate.
+"""
 # experiments/predicts, fitted half: torchgpipe's AmoebaNet-D and U-Net on P40s
 PASCAL = Family(0.78, _TILING)
-"""The P40."""
+"""The family of the P40."""
 # experiments/predicts, fitted half: DAPPLE's table VI and BERT-24 on V100s
 VOLTA = Family(0.85, _TILING)
-"""Volta and Turing. Their tensor cores cannot multiply float32, so their ordinary cores do."""
+"""The family of Volta and Turing GPUs, whose tensor cores cannot multiply float32. So float32 runs
+on their ordinary cores.
+"""
 
-# An operation of PyTorch takes the host 5 to 25 us ("From PyTorch op to kernel launch").
+# The host needs 5 to 25 us for an operation of PyTorch ("From PyTorch op to kernel launch").
 _HOST_S = 1e-5
 PYTORCH = Framework("PyTorch", passes=1.2, host_s=_HOST_S)
 """PyTorch without a compiler, where norms and activations are kernels of their own.
 
-Fusing would spare up to 23% of the bytes that BERT moves (Ivanov et al., "Data movement is all you
-need", MLSys 2021). So PyTorch moves up to 1 / (1 - 0.23) = 1.3 times the bytes of fused kernels.
-The fitted half of experiments/predicts finds 1.2 times.
+Fusing would avoid up to 23% of the bytes that BERT moves (Ivanov et al., "Data movement is all you
+need", MLSys 2021). So PyTorch moves up to 1 / (1 - 0.23) = 1.3 times the bytes of fused kernels. On
+the fitted half of experiments/predicts, the best factor is 1.2.
 """
 TENSORFLOW = Framework("TensorFlow 1", fuses=False, host_s=_HOST_S)
 """TensorFlow 1 without XLA, where each operation is a kernel."""

@@ -11,7 +11,7 @@ class Framework:
         name: the name of the framework.
         fuses: whether elementwise operations become part of the kernels that read their results; if
             not, each operation is a kernel.
-        passes: the bytes that kernels other than products move, per byte that XLA's kernels move.
+        passes: the bytes that a kernel without products moves, per byte that XLA's kernels move.
         host_s: the seconds that the host needs to launch a kernel. If a device's kernels take less,
             the device waits for the host.
     """

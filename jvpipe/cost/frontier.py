@@ -1,16 +1,17 @@
 """The options of a layer: ways to treat the values that its backward needs from its forward.
 
-A candidate is a value that is worth keeping. It is kept, swapped to the host and back, or
-recomputed in the backward. Elementwise values are always recomputed. If the model recomputes only
-whole layers, a layer's candidates are all kept or swapped, or its forward runs again and yields all
-of them.
+A candidate is a value that is worth keeping: the result of a product or of another heavy equation,
+or random bits. It is kept, swapped to the host and back, or recomputed in the backward. Values that
+are cheap to compute, such as elementwise ones, are always recomputed. If the model recomputes only
+whole layers, either all candidates of a layer are kept or swapped, or its forward runs again and
+yields all of them.
 
 Options are compared by four numbers: bytes kept, bytes swapped, and the backward's extra seconds
 and extra bytes. One option beats another if it is better in at least one number and worse in none.
-The options that no other beats are the frontier, which need not be convex. If the frontier has more
-options than a layer may have (`OPTIONS.options`), `_thinned` chooses among them: first the best
-options at various prices of kept and of swapped bytes, then the options that are farthest from all
-chosen ones.
+The options that no other option beats are the frontier, which need not be convex. If the frontier
+has more options than a layer may have (`OPTIONS.options`), `_thinned` chooses among them. It takes
+the options that are best at various prices of kept and of swapped bytes, and then those that are
+farthest from all chosen ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace.graph import Traced
 
 Calibration = Sequence[tuple[float, float]]
-"""The extra seconds of a layer's backward at measured points, as pairs (modeled, measured)."""
+"""Pairs (modeled, measured) of a backward's extra seconds, for a few sets of kept candidates."""
 
 
 def recomputes(
@@ -118,8 +119,8 @@ def recompute_options(
 ) -> tuple[Option, ...]:
     """Returns a layer's options: the first keeps everything, the last recomputes everything.
 
-    Other code relies on this order. In `Option.fates`, candidates do not yet have the layer's name,
-    which `named` adds.
+    Other code relies on this order. The names in `Option.fates` do not yet begin with the layer's
+    name, which `named` adds.
 
     Args:
         recompute: what dropping the layer's candidates costs.
@@ -131,7 +132,7 @@ def recompute_options(
     everything = _option(recompute, recompute.choices)
     nothing = _option(recompute, frozenset())
     if again is not None and nothing != everything:
-        # The forward, run again, yields all that it yielded before, its results included.
+        # The forward runs again, and yields all candidates and all results of the layer once more.
         forward_s, result_bytes = again
         extra_bytes = everything.kept_bytes + result_bytes
         nothing = replace(nothing, kept_bytes=0, extra_s=forward_s, extra_bytes=extra_bytes)
@@ -160,7 +161,7 @@ def _rank(option: Option) -> tuple[bool, float, int]:
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
     """Returns options with measured extra seconds, interpolated at the modeled extra seconds."""
-    # An option that costs nothing by the model, such as the first one, stays free.
+    # The point (0, 0) makes options without modeled extra seconds, such as the first, stay at 0.
     points = sorted([(0.0, 0.0), *(point for point in measured if point[0] > 0)])
     modeled_s, measured_s = np.array(points).T
     # Measured seconds must rise with the modeled ones: noise must not make more work cheaper.
@@ -172,7 +173,7 @@ def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option
 
 
 def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple[Option, ...]:
-    """Returns options with the layer's name in the names of their fates, and with swapped inputs.
+    """Returns options with the layer's name in the names of fates, and fates of swapped inputs.
 
     Args:
         options: options whose fates have the names of candidates.
@@ -197,7 +198,7 @@ def _option(
     """Makes an option.
 
     A candidate in `kept` that the backward does not need is dropped, and costs nothing. The option
-    that keeps all candidates is an exception: it drops none, so it has no fates.
+    that keeps or swaps all candidates is an exception: it gives none of them the fate `RECOMPUTE`.
 
     Args:
         recompute: what dropping the layer's candidates costs.
@@ -226,10 +227,10 @@ def _swapping(
     kept: frozenset[int],
     input_bytes: int,
 ) -> Iterable[Option]:
-    """Yields options that keep the same candidates and swap more and more of them.
+    """Yields options that recompute the same candidates, and swap different sets of the others.
 
-    The sets of swapped candidates grow in two orders: largest candidate first, and smallest first.
-    For n candidates these are about 2 n sets instead of 2^n.
+    The sets grow one candidate at a time in two orders: largest candidate first, and smallest
+    first. For n candidates these are about 2 n sets instead of 2^n.
     """
     rising = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
     swaps: set[frozenset[int]] = set()
@@ -242,7 +243,7 @@ def _swapping(
 
 
 def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
-    """Returns the numbers that options are compared by; in each, less is better.
+    """Returns the numbers by which options are compared, where less is better.
 
     They are bytes kept, bytes swapped, extra seconds and extra bytes. A layer's own inputs count
     among the bytes kept or among the bytes swapped.
@@ -262,7 +263,7 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
         points: an array of (points, 4), with a row per option as `_point` returns it.
         count: the most indices that are returned.
     """
-    # Each point is compared with all others: n^2.
+    # For n points, this takes n^2 comparisons.
     efficient = [i for i in range(2, len(points)) if not _is_beaten(points, i)]
     if len(efficient) + 2 <= count:
         return [0, 1, *efficient]
@@ -282,7 +283,8 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
     falling = np.argsort(-times, kind="stable")
     by_times = picked[falling].tolist()
     chosen = list(dict.fromkeys([0, 1, *by_times]))[: max(count, 2)]
-    # Then the point that is farthest from its nearest chosen point is added, again and again.
+    # Then the point that is farthest from its nearest chosen point is added, again and again. It
+    # has not been chosen before: a chosen point has the distance 0, and points are distinct.
     apart = scaled[:, None] - scaled[None, chosen]
     distance = np.abs(apart).sum(2).min(1)
     while len(chosen) < count:

@@ -1,7 +1,7 @@
 """The hardware as planners see it: devices, links, and clusters of machines with devices.
 
 A link is a rate and a latency. All communication is described by links, so that code which counts
-seconds deals with one type. What the `size` of `Link.seconds(size)` counts depends on the link:
+seconds deals with one type. The meaning of `size` in `Link.seconds(size)` depends on the link:
 
     a copy                                  the bytes that are copied
     an all-reduce (`reducing`)              the bytes of one summand
@@ -35,7 +35,11 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection that carries bytes in one direction; at an infinite rate they take no time."""
+    """A connection that carries bytes in one direction.
+
+    A transfer takes the latency plus the bytes divided by the rate. If the rate is infinite, it
+    takes only the latency.
+    """
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -45,7 +49,7 @@ class Link:
         _check("a link", "latency_s", self.latency_s, zero=True)
 
     def seconds(self, size: int | float) -> float:
-        """Returns the seconds that `size` bytes take.
+        """Returns the seconds that `size` bytes take; 0 bytes take no time, not even the latency.
 
         >>> Link(1e9, 1e-3).seconds(10**6), Link(1e9, 1e-3).seconds(0)
         (0.002, 0.0)
@@ -184,8 +188,8 @@ class Cluster:
 
         The machine with the most of the devices takes the longest for its ring, so it sets the time
         of the first and third phase. Every ring across machines needs a network link and a device
-        of its own in each machine. So the number of these rings that run at once is the smaller of
-        two: the network links of a machine, and the devices of the machine with the fewest devices.
+        of its own in each machine. So the number of rings that run at once is limited by the
+        network links of a machine, and by the devices of the machine with the fewest devices.
 
         Args:
             devices: the numbers of the devices that take part.
@@ -209,10 +213,11 @@ class Cluster:
     def least_reduce_s(self, count: int, size: int | float) -> float:
         """Returns a lower bound on the seconds of an all-reduce over at least `count` devices.
 
-        The bound holds wherever the devices are. For each number of machines, it assumes that the
+        The bound holds for any choice of devices. For each number of machines, it assumes that the
         devices are spread evenly, so that the ring of the fullest machine is as short as possible.
         It also assumes that as many rings as possible run between machines. The bound is the least
-        time over all numbers of machines. It also holds for more devices: they only lengthen rings.
+        time over all numbers of machines. It holds for more than `count` devices, too, because
+        further devices only lengthen rings.
 
         Args:
             count: the number of devices.
@@ -238,9 +243,9 @@ class Cluster:
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
         """Returns a link that takes as long as the transfer of a value, given the value's bytes.
 
-        Each sender holds a slice of the value. Slices are of equal size and pass at the same time.
-        Between machines, each slice needs a network link of its own while it passes, both on the
-        senders' side and on the readers' side.
+        The value is cut into slices of equal size, one per sender. At any time, each sender sends
+        at most one slice, and each reader receives at most one. Between machines, each slice on its
+        way also needs a network link of its own, on the senders' side and on the readers' side.
 
         Args:
             senders: the numbers of the devices that hold the slices.
@@ -255,7 +260,7 @@ class Cluster:
         to = self.machines_of(readers)
         ways = min(len(at), len(to))
         link = self.peer
-        # Nothing crosses the network if each slice's sender and reader are on the same machine.
+        # Nothing crosses the network if the i-th sender and reader are on one machine, for all i.
         if at != to and len({*at, *to}) > 1:
             crossing = self.networks * min(len({*at}), len({*to}))
             ways = min(ways, crossing)
@@ -266,9 +271,9 @@ class Cluster:
 def _ring(link: Link, members: int, at_once: int = 1) -> Link:
     """Returns a link that takes as long as an all-reduce in a ring, given one summand's bytes.
 
-    The bytes are cut into one part per member. Each part goes around the ring twice: first to be
-    summed up, then to be handed out. Each time it passes all links but one. So there are
-    2 (members - 1) rounds, in each of which every link carries bytes / members.
+    The bytes are cut into one part per member. Each part goes around the ring twice: first it is
+    summed up, then the sum is handed out. Each time it passes all links except one. So there are
+    2 (members - 1) rounds, and every link carries bytes / members in each round.
 
     Args:
         link: the link from one member to the next.

@@ -1,8 +1,9 @@
-"""Counts the bytes of a program's buffers; a buffer in the memory of a result takes no bytes.
+"""Counts the bytes of a program's buffers, except those that lie in the memory of a result.
 
 A step is a kernel, or several kernels joined into one. A buffer holds a value from the step that
 writes it to the last step that reads it. The memory of a result is set aside during the whole
-program. Until the result is written, other buffers can lie in that memory: they are its lodgers.
+program. Until the result is written, other buffers can lie in that memory, and take no further
+bytes. They are called its lodgers.
 
     step            0    1    2    3       w: a step writes it; r: the last step that reads it
     a result                  w-----
@@ -36,8 +37,10 @@ class Room(NamedTuple):
 def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list[HeapBlock]:
     """Returns the buffers that do not lie in a result.
 
-    Buffers are placed in order of falling size, and equal ones in order of falling last step. Each
-    one goes into the smallest result that has room for it, if there is one.
+    This is a greedy rule like a compiler's, and not a search for the best packing. Buffers are
+    placed in order of falling size, and equal ones in order of falling last step. Each one goes
+    into the smallest result that has room for it, if there is one. Lodgers of one result must not
+    overlap in time.
 
     >>> without_lodgers([HeapBlock(4, 0, 1), HeapBlock(4, 1, 2), HeapBlock(2, 1, 1)], [Room(5, 2)])
     [HeapBlock(bytes=4, first=1, last=2), HeapBlock(bytes=2, first=1, last=1)]
@@ -48,7 +51,6 @@ def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
         for room, there in zip(in_order, lodgers, strict=True):
-            # The buffers in a result never overlap in time, and end before the result is written.
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
             apart = (b.last < buffer.first or buffer.last < b.first for b in there)
             if holds and all(apart):
@@ -60,12 +62,12 @@ def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list
 
 
 def peak_bytes(buffers: Sequence[HeapBlock], scratch_bytes: int) -> int:
-    """Counts the most bytes that buffers take at once.
+    """Counts the most bytes that buffers take at once, as if they were packed without gaps.
 
     Args:
         buffers: the buffers of a program that do not lie in results.
-        scratch_bytes: the on-chip memory of a TPU. Small buffers lie there as far as they fit. All
-            other bytes count.
+        scratch_bytes: the on-chip memory of a TPU. Small buffers lie there as far as they fit, and
+            only the rest of them counts.
 
     >>> peak_bytes([HeapBlock(4, 0, 1), HeapBlock(4, 1, 2), HeapBlock(2, 2, 2)], 0)
     8

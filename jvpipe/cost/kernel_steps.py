@@ -1,7 +1,7 @@
 """The steps of a program, from which `temporaries.py` counts the program's temporary bytes.
 
 A step is a kernel, or several kernels that a compiler joins into one. It lists the values that
-the kernel reads from memory and writes to memory. Steps are in the order in which they run.
+it reads from memory and writes to memory. Steps are in the order in which they run.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ class KernelStep:
     Attributes:
         reads: the values that it reads from memory.
         writes: the values that it writes to memory.
-        loop: the shape that it loops over; None for products, scatters and the like.
+        loop: the shape that it loops over; None for products, scatters and other heavy equations.
         own_bytes: the bytes that it needs while it runs, in addition to what it reads and writes.
     """
 
@@ -38,8 +38,8 @@ class KernelProgram:
     """The equations of a program with their kernels.
 
     Args:
-        jaxpr: the program, whose calls have been replaced by the equations that they run.
-        platform: `cuda`, `tpu` or `cpu`, which decides what is fused into one kernel.
+        jaxpr: the program, in which calls are replaced by the equations that they run.
+        platform: `cuda`, `tpu` or `cpu`; it decides which equations are fused into one kernel.
 
     Attributes:
         eqns: the equations.
@@ -78,8 +78,8 @@ def loop_of(eqn: JaxprEqn) -> Shape | None:
     """Returns the shape that an elementwise kernel or a reduction loops over; None for others."""
     if is_heavy(eqn) or eqn.primitive.name in SCATTERS:
         return None
-    # A reduction reads each element once, and its result may be a single number. So the loop has
-    # the shape of the operand.
+    # A reduction reads each element of its operand, so its loop has the shape of the operand, even
+    # if the result is a single number.
     is_reduction = eqn.primitive.name in REDUCTIONS
     looped = eqn.invars[0] if is_reduction else eqn.outvars[0]
     return dims_of(looped)

@@ -1,7 +1,7 @@
-"""The share of an idle device's time that other devices use.
+"""Measures the share of an idle device's time that other devices use.
 
-The CPU devices of a process share a pool of worker threads, so a device that idles lends its worker
-to the others. Devices of other kinds share nothing.
+The CPU devices of a process share a pool of worker threads, so an idle device lends its worker to
+the others. Devices of other kinds share nothing.
 """
 
 import math
@@ -21,9 +21,9 @@ from jvpipe.util.devices import Device, is_own
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:
     """Computes the share of an idle device's time that the other devices use.
 
-    If nothing is lent, all devices together take as long as one device alone. If all is lent, a
-    device that runs alone uses the cores of all devices. Then all devices together take `devices`
-    times as long as one device alone.
+    If no time is lent, all devices together take as long as one device alone. If all time is lent,
+    a device that runs alone uses the cores of all devices. Then all devices together take `devices`
+    times as long as one device alone. Between these two cases, the share is interpolated.
 
     Args:
         alone_s: the seconds of a program on one device while the others are idle.
@@ -65,7 +65,7 @@ def measured_lending(
     Returns:
         The share; 0 for one device alone, and for devices that are not CPUs.
     """
-    # Only CPU devices take their time from the same cores.
+    # Only CPU devices share cores.
     if len(devices) < 2 or devices[0].platform != "cpu":
         return 0.0
 

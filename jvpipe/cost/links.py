@@ -1,8 +1,8 @@
-"""The links of the devices at hand, measured by copies of two sizes.
+"""Measures the links of the devices at hand, by copies of two sizes.
 
 OUT copies from a device to the pinned memory of its host, IN copies back to the device, and SEND
-copies to another device. Each kind of copy is timed at two sizes, and a line through both points
-gives rate and latency. Whether OUT and SEND share a link is found by timing both at once.
+copies to another device. Each kind of copy is timed at two sizes, and the line through both points
+gives rate and latency. OUT and SEND are also timed at once, to find out whether they share a link.
 """
 
 import statistics
@@ -30,9 +30,9 @@ class Links:
     """The measured links of a device.
 
     Attributes:
-        out: the link from the device to its host.
-        back: the link from the host to the device.
-        send: the link to another device.
+        out: the link from the device to its host, which OUT uses.
+        back: the link from the host to the device, which IN uses.
+        send: the link to another device, which SEND uses.
         send_uses_host: whether SEND and OUT share a link, and so slow each other down.
     """
 
@@ -80,7 +80,7 @@ def links_between(
     other: Device | None = None,
     archive: Archive | None = None,
 ) -> Links:
-    """Returns the links of a device, measured once per process for each pair of kinds of devices.
+    """Returns the links of a device, which a process measures once for each pair of device kinds.
 
     Args:
         device: the device.
@@ -109,7 +109,8 @@ def measure_links(
 
     Args:
         device: the device.
-        other: the device to which it sends; None if there is none. Sending then takes no time.
+        other: the device to which it sends; None if it sends to no other device. The result then
+            has `INFINITE` for `send`.
         sizes: the bytes of a small and of a large copy.
     """
     pinned = SingleDeviceSharding(device, memory_kind=_host_memory(device))
@@ -147,7 +148,7 @@ def _host_memory(device: Device) -> str:
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
     """Makes an array for each run, and one to warm up.
 
-    Each run copies its own array, because JAX may answer a second copy of an array with the first.
+    Each run copies its own array, because JAX may return an existing copy of an array.
     """
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     runs = range(MEASURING.copies + 1)
@@ -171,10 +172,10 @@ def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> f
 
 
 def link_through(sizes: tuple[int, int], taken: Sequence[float]) -> Link:
-    """Returns the link whose rate and latency are those of a line through two timed copies.
+    """Returns the link whose rate and latency are those of the line through two timed copies.
 
-    The latency is at least 0. If noise made the large copy the faster one, the link has the rate of
-    the large copy, and no latency.
+    The latency is at least 0. If noise made the large copy as fast as the small one or faster, the
+    link has the rate of the large copy, and no latency.
 
     Args:
         sizes: the bytes of the small and of the large copy.

@@ -1,11 +1,11 @@
 """The costs of a model at any local batch: the examples of a micro-batch that one replica works on.
 
-Costs are measured at a few sizes of local batches. For another size, each number lies on the
-line through the measurements at two sizes: the one below and the one above, or else the nearest
-two. The line need not pass through 0, so a small local batch may cost more per example than a
-large one. With only one measured size, all numbers are in proportion to the number of examples
-b. A layer has the options that were measured at the larger of the two sizes. The bytes and
-seconds of these options are scaled by the same factors as those of the layer.
+Costs are known at a few sizes of local batches. For another size, each number that depends on
+the batch lies on the line through the costs at two sizes: the one below and the one above, or
+else the nearest two. The line need not pass through 0, so a small local batch may cost more per
+example than a large one. If only one size is known, these numbers are in proportion to the
+number of examples b. A layer has the options of the larger of the two sizes. Their bytes are
+scaled like those of the first option, and their extra seconds like those of the forward.
 """
 
 from bisect import bisect_left
@@ -58,9 +58,9 @@ class LocalCosts:
         return self._between[b]
 
     def _mixed(self, b: int) -> Costs:
-        """Returns the costs of `b` examples on the line through the costs at two measured sizes."""
+        """Returns the costs of `b` examples on the line through the costs at two known sizes."""
         last = len(self.batches) - 1
-        # Beyond the measured sizes, the line through the nearest two continues.
+        # Beyond the known sizes, the line through the nearest two continues.
         high = min(max(bisect_left(self.batches, b), 1), last)
         low = max(high - 1, 0)
         at = self.batches[low]
@@ -71,7 +71,7 @@ class LocalCosts:
             return near * b / at
 
         def on_line(near: float | int, far: float | int) -> float | int:
-            # Far below the smallest size the line may fall under 0.
+            # Far below the smallest size, the line may fall below 0.
             return max(0.0, near + share * (far - near))
 
         mix = on_line if low < high else in_proportion

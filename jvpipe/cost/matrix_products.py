@@ -1,7 +1,8 @@
 """The matrix products that equations compute. A convolution counts as a product, too.
 
 The product of a convolution has a row for each pixel of the result, and a column for each output
-channel. Its sums go over the pixels and input channels of the kernel.
+channel. Each element is a sum over the pixels and input channels of the kernel. In this file, a
+kernel is the array of weights that a convolution moves over its images.
 """
 
 import math
@@ -17,12 +18,13 @@ SINGLE = 4, 4, 4
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A batch of b products of m x k by k x n.
+    """A batch of b products of an m x k matrix by a k x n matrix.
 
-    `itemsizes` has the bytes of an element of the left operand, the right operand and the result.
-    `three` is set for dense convolutions (no stride or dilation) with a kernel of 3 x 3 pixels. It
-    says which array has these pixels: the operand ("kernel"), or the result if the result is the
-    gradient of the kernel.
+    Attributes:
+        itemsizes: the bytes of an element of the left operand, the right operand and the result.
+        three: the array of 3 x 3 pixels in a dense convolution (without stride or dilation): the
+            kernel, or the result if the result is the gradient of a kernel. None for convolutions
+            without such an array, and for products of matrices.
     """
 
     b: int
@@ -39,13 +41,13 @@ class Product:
 
     @property
     def minimal(self) -> "Product | None":
-        """The batch of products by which Winograd's algorithm F(2 x 2, 3 x 3) computes the same.
+        """The products that Winograd's algorithm computes instead; None if it does not apply.
 
-        The algorithm computes four pixels of a result with 16 multiplications in place of 36 (Lavin
-        and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016). Each of the 16
-        becomes a product with a quarter of the rows, and with sums of a ninth of the length. For
-        the gradient of a kernel, each product has a ninth of the rows, and sums of a quarter of
-        the length. `minimal` is None if the algorithm does not apply.
+        The algorithm, F(2 x 2, 3 x 3), computes four pixels of a result with 16 multiplications in
+        place of 36 (Lavin and Gray, "Fast algorithms for convolutional neural networks", CVPR
+        2016). Each of the 16 multiplications becomes a product with a quarter of the rows, and with
+        sums of a ninth of the length. For the gradient of a kernel, each product has a ninth of the
+        rows, and sums of a quarter of the length.
         """
         if self.three is None:
             return None
@@ -75,7 +77,10 @@ def product_of(eqn: JaxprEqn) -> Product | None:
 
 
 def _matrices(eqn: JaxprEqn) -> Product:
-    """Returns the product of a `dot_general`, whose free dimensions are the rows and columns."""
+    """Returns the product of a `dot_general`.
+
+    Dimensions that are neither batched nor summed are rows (left operand) or columns (right one).
+    """
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     left, right = (_jax.aval(v) for v in eqn.invars)
     b = math.prod(left.shape[d] for d in batch)
@@ -93,8 +98,8 @@ def _matrices(eqn: JaxprEqn) -> Product:
 def _convolution(eqn: JaxprEqn) -> Product:
     """Returns the product that a convolution computes, without the zeros of a dilated input.
 
-    If the input is dilated by `spread`, only one in `spread` of its pixels is nonzero. So only
-    this share of the work counts, as a product with fewer rows.
+    A dilated input has zeros between its pixels, so that only one in `spread` pixels is not zero.
+    Only this share of the work counts. It is counted as a product with fewer rows.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]

@@ -1,9 +1,9 @@
 """Measures the costs of a model's layers on a device at hand: each distinct program is timed once.
 
-A program that does not fit on the device is not run. Its seconds are estimated as those of
-the roofline (`roofline.py`) times a pace. The pace is a median over the programs that ran:
-of their measured seconds divided by the roofline's. Seconds that an earlier process has
-measured come from the archive.
+A program that does not fit on the device is not run. Its seconds are estimated: they are the
+roofline's seconds (`roofline.py`) times a pace. A program that ran has a pace, too: its measured
+seconds divided by the roofline's. The median of these paces is used. Seconds that an earlier
+process has measured come from the archive.
 """
 
 import statistics
@@ -59,10 +59,10 @@ class Run:
     processor_s: float = 0.0
 
     def beside(self, devices_per_core: float) -> "Run":
-        """Returns the run as it would be while all devices of the host are busy.
+        """Returns the run as it would be while all CPU devices of the process are busy.
 
-        Each device then has 1 / `devices_per_core` of a core, so a run takes at least
-        `devices_per_core * processor_s`.
+        Each device then has 1 / `devices_per_core` cores, so a run takes at least
+        `devices_per_core * processor_s`. For other devices, `devices_per_core` is 0.
 
         >>> Run(3.0, 0, processor_s=5.0).beside(0.5).seconds, Run(3.0, 0, processor_s=5.0).beside(1.0).seconds
         (3.0, 5.0)
@@ -142,13 +142,14 @@ def measured_costs(
     With `fates`, three backwards of each layer are measured. They keep all, half and none of
     the candidates, which are the values whose fates can be chosen. The modeled seconds of
     recomputation are made to agree with these measurements. The extra bytes of each option
-    are those of its backward as compiled. With `whole_layers`, each layer has one backward.
+    are those of its backward as compiled. If the model recomputes only whole layers, each
+    layer has only the backward that keeps all candidates.
 
     Args:
         traced: the model.
         device: the device that runs the layers.
-        store: the store of the layers' programs. Training with the same store reuses the
-            compiled programs that keep everything.
+        store: the store of the layers' programs. Training with the same store does not compile the
+            same programs again.
         optimizer: the optimizer, whose state is counted and whose updates are measured;
             None to leave both out.
         microbatches: micro-batches of a step.
@@ -196,7 +197,7 @@ def _to_measure(
 
     Args:
         kept: by the share of candidates that is kept, the programs of each layer.
-        optimizer: the optimizer whose updates are measured; None if none are.
+        optimizer: the optimizer whose updates are measured; None to measure none.
         split: whether to measure the halves of backwards, too.
     """
     for programs in kept["all"]:
@@ -265,7 +266,7 @@ def _all_runs(
         room_bytes,
         archive,
     )
-    # Estimates follow from these runs, so that they are those of busy devices, too.
+    # The pace of estimates is computed from these runs, so estimates are for busy devices, too.
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
     return idle | runs | _estimated(store, device, runs, busy)
 
@@ -329,11 +330,10 @@ def _estimated(
 ) -> Runs:
     """Estimates the seconds of programs that were not run: the roofline's seconds times a pace.
 
-    The pace is a median over the programs that were run: of their measured seconds divided
-    by the roofline's.
+    The module's docstring defines the pace.
 
     Args:
-        store: compiles the programs, to learn their temporary bytes.
+        store: the store that compiles the programs, which gives their temporary bytes.
         device: the device that would run them.
         runs: the programs that were run.
         programs: all programs with their jaxprs, by key.
@@ -362,7 +362,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         recompute: the model of what dropping candidates costs.
         runs: the runs of the backward, by the share of candidates that is kept.
     """
-    # A backward that keeps everything recomputes nothing. Others take extra seconds beyond it.
+    # The backward that keeps everything recomputes nothing. Extra seconds are counted beyond it.
     least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():
@@ -416,7 +416,7 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
             kept[i] = jax.device_put(example, device)
     runs_s, processor_s = list[float](), list[float]()
     while len(runs_s) <= MEASURING.runs:
-        # A long program runs only three times, and the first run is a warm-up.
+        # A long program is not run a fourth time: the warm-up and two more runs suffice.
         if len(runs_s) >= 3 and sum(runs_s) >= MEASURING.runs * MEASURING.long_s:
             break
         inputs = [

@@ -1,7 +1,7 @@
 """The effort of measuring and of offering options: numbers that trade time for better costs.
 
-These numbers may be changed. If layers get other options, planners may find other plans. Seconds
-that are already in the archive are not measured again after a change.
+These numbers may be changed. With other options of layers, planners may find other plans. A change
+does not cause seconds that are in the archive to be measured again.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,18 @@ class MeasuringEffort:
     """The number of times that programs and copies are run to measure their seconds.
 
     Attributes:
-        turns: the turns in which all programs run one after another. The least seconds of a
-            program in all turns count, so a slow moment of the machine in one turn does no harm.
+        turns: the number of turns. In each turn, all programs run one after another. A program gets
+            its least seconds of all turns, so a slow moment of the machine in one turn does no
+            harm.
         runs: the runs of each program in a turn, after one run that warms up.
-        long_s: programs that take longer than this run in the first turn only, with two runs.
-        copies: the copies of each size over a link between devices, or between device and host.
+        long_s: programs that take longer than this run in the first turn only, where they have two
+            runs after the one that warms up.
+        copies: the copies of each size over a link between devices, or between device and host,
+            after one copy that warms up.
         shared: two copies count as sharing a link if both at once take more than this many times as
             long as the slower copy alone.
-        host_copies: the copies of each size over a link between processes. The first one warms up.
+        host_copies: the copies of each size over a link between processes; the first one of these
+            warms up.
         lending_turns: the turns in which a program runs on one device, and then on all at once,
             to find the time that idle devices lend to the others (`lending.py`).
         lending_turn_s: the least seconds of one device in such a turn; less would be mostly noise.
@@ -45,7 +49,7 @@ class OptionEffort:
         options: the most options of a layer.
         all_subsets: the most candidates of a layer for which all subsets are tried. If a layer has
             more candidates, minimum cuts find the best subsets (`recompute.py`).
-        prices: the number of minimum cuts. Each has a different price, in seconds, of a kept byte.
+        prices: the number of minimum cuts, each with another price of a kept byte, in seconds.
         flow_units: the sum of the finite capacities in the graph of a minimum cut. Capacities are
             rounded to whole numbers, so a larger sum is more exact. Twice the sum must fit 32 bits:
             it is the capacity of edges that no cut may contain.

@@ -1,11 +1,13 @@
 """A traced model as planners see it: seconds and bytes of its layers, and the values between them.
 
-The bytes follow the rules by which buffers are made when a step is lowered. So a planner
-never counts fewer bytes for a stage than the stage will hold. The rules distinguish two
-sorts of values. A value that some backward reads is held: it exists from when it is made
-until that backward, once for each micro-batch in flight. The layers whose backwards read
-the value are its holders. Every other value passes: it exists while a few layers run, and
-counts as a temporary of these layers.
+The bytes follow the rules by which buffers are made when a step is lowered. So if the temporary
+bytes of the programs are right, a planner never counts fewer bytes for a stage than the stage
+will hold. The rules distinguish two sorts of values.
+
+A value that some backward reads is held: it exists until that backward, once for each
+micro-batch in flight. The layers whose backwards read the value are its holders. Every other
+value passes: it exists only from the first to the last forward that makes or reads it, and
+counts as a temporary of all layers from the first to the last.
 
     layers of a stage     0   1   2   3
     a value               w---r-------r      w: layer 0's forward makes the value
@@ -31,7 +33,7 @@ from jvpipe.programs.pieces import Piece, Slot, SlotKind
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
 """The kinds of slots (arrays) that pieces of an update exchange with each other.
 
-Gradients, parameters and state are in slots of other kinds, and count elsewhere.
+Slots of other kinds hold gradients, their norm, parameters and state, which count elsewhere.
 """
 _LASTING = (ValueKind.STATE, ValueKind.CONSTANT)
 """The kinds of values that a stage has between steps, too."""
@@ -43,8 +45,8 @@ _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
 class Work:
     """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
-    A candidate is a value whose fate a planner can choose. The programs here keep all
-    candidates. Temporary bytes are what a program needs besides its inputs and results.
+    The programs keep all candidates, which are the values whose fates a planner can choose.
+    Temporary bytes are what a program needs besides its inputs and results.
     """
 
     forward_s: float
@@ -168,9 +170,10 @@ def _layer_cost(
 
 
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
-    """Finds, for each leaf of the model state, the group of layers from its readers to its writers.
+    """Finds, for each leaf of the model state, the group of layers that it ties together.
 
-    Leaves that no layer writes, or that only one layer uses, have no group.
+    A group goes from the first to the last layer that reads or writes the leaf. Leaves that no
+    layer writes, or that only one layer uses, have no group.
 
     Each micro-batch reads the leaf that the micro-batch before it has written. Suppose that
     a group begins in one stage of a device and ends in another one. Before each
@@ -202,7 +205,7 @@ def split_costs(
     Args:
         graph: the layers.
         programs: by layer, the programs that keep all candidates; equal layers share an object.
-        seconds: a function that returns the seconds of both halves, called once per object.
+        seconds: a function that returns the seconds of both halves. It is called once per object.
     """
     halves_s: dict[int, tuple[float, float]] = {}
     splits: list[SplitCost | None] = []
@@ -289,7 +292,7 @@ class _Model:
             self.bytes |= {Ref(kind, i): size for i, size in enumerate(of_kind)}
 
     def own_inputs(self, layer: Layer) -> list[int]:
-        """Returns the inputs of a layer that its own backward reads, and no other backward does."""
+        """Returns the input tensors of a layer that only the layer's own backward reads."""
         inputs = [ref for ref in layer.reads if ref.kind == ValueKind.TENSOR]
         return [ref.index for ref in inputs if self.holders.get(ref) == (layer.id,)]
 
@@ -325,10 +328,10 @@ class _Model:
         return total
 
     def passing_forward_bytes(self, layer: Layer) -> int:
-        """Counts the bytes of values that pass and are alive while a layer's forward runs.
+        """Counts the bytes that are alive while a layer's forward runs, and are not held.
 
-        A tensor passes if no backward reads it. A leaf of the batch, a seed or a leaf of
-        the state counts here unless this layer's own backward reads it.
+        These are tensors that no backward reads, leaves of the batch, seeds and leaves of the
+        state that this layer's own backward does not read, and aux values that the layer makes.
         """
         total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():
@@ -343,7 +346,7 @@ class _Model:
 
     def passing_backward_bytes(self, layer: Layer) -> int:
         """Counts the bytes of the cotangents that are alive while a layer's backward runs."""
-        # The cotangent flows from the last reader back to the producer.
+        # A tensor's cotangent is alive from the last reader's backward to the producer's.
         tensors = self.graph.tensors
         alive = (t for t in tensors if t.producer <= layer.id <= t.readers[-1])
         return sum(tensor.array.bytes for tensor in alive if tensor.differentiable)
@@ -375,9 +378,8 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
     """Returns the keys under which `OptimizerCut` lists a layer's pieces and optimizer state.
 
-    One key is the layer itself. The layer of the loss has another key, None, which stands
-    for the optimizer's global program. These holders are not the holders of values that
-    `_Model` has.
+    One key is the layer itself. The layer of the loss has a second key, None, which stands
+    for the optimizer's global program. These keys have nothing to do with `_Model.holders`.
     """
     return (layer, None) if layer == graph.loss_layer else (layer,)
 

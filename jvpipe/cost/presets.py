@@ -1,7 +1,8 @@
 """The clusters that have a name: those of the papers, and some with newer devices.
 
-All rates are sustained rates: a figure of the maker, times the share that training programs reach.
-To add a device or cluster, add it here, from its data sheet.
+Rates are sustained rates: a figure of the maker, times the share that training programs reach. The
+exceptions are CPU cores and copies between them, which have typical rates. To add a device or
+cluster, add it here, from its data sheet. The shares are:
 
     products, memory    the share that the device's family reaches (`families.py`)
     links               0.8 of the raw rate in one direction: the share that large copies reach
@@ -72,15 +73,15 @@ def _tpu(
     """Makes a TPU from its data sheet.
 
     On TPUs, products of float32 run as bfloat16 unless a program asks for more precision. So
-    `tflops` is one rate for both. The other arguments are those of `_gpu`, and `scratch_mib`, the
-    size of the on-chip memory.
+    `tflops` is one rate for both. `scratch_mib` is the size of the on-chip memory; 0 if it is not
+    modeled. The other arguments are those of `_gpu`.
     """
     rates = {"float32": tflops, "bfloat16": tflops}
     chip = _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
     return replace(chip, platform="tpu", scratch_bytes=scratch_mib * 2**20)
 
 
-# From Ampere on, the same units multiply float32, as TF32, and bfloat16.
+# From Ampere on, tensor cores multiply bfloat16, and also float32, which they round to TF32.
 _AMPERE = {"float32": 156.0, "bfloat16": 312.0}
 _HOPPER = {"float32": 495.0, "bfloat16": 989.0}
 
@@ -92,7 +93,7 @@ RTX_2080TI = _gpu(
     13.4,
     68,
 )
-# torchgpipe counts 22 of the P40's 24 GB.
+# The P40 has 24 GB, of which torchgpipe's paper counts 22.
 P40 = _gpu(
     "Tesla P40",
     22,
@@ -198,7 +199,7 @@ _OTHER_GPUS = (
     _cluster("h200", H200, 8, 1, _PCIE5, 400.0, _NVLINK_H100),
     _cluster("rtx4090", RTX_4090, 8, 1, _PCIE4, 100.0),
 )
-# The TPUs of one host or two. Consecutive stages are placed on neighbors, one link apart.
+# TPUs of one or two hosts. Consecutive stages lie on neighboring chips, so a peer is one ICI link.
 _TPUS = (
     _cluster("v4", TPU_V4, 4, 2, _PCIE3, 200.0, _ICI_50),
     _cluster("v5e", TPU_V5E, 8, 1, _PCIE3, 200.0, _ICI_50),
@@ -211,7 +212,7 @@ _CPUS = _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0)
 PRESETS = {cluster.name: cluster for cluster in (*_OF_PAPERS, *_OTHER_GPUS, *_TPUS, _CPUS)}
 
 # A device reports its kind as a text. The first name of this table that occurs in the text counts.
-# So a name must stand before every shorter name that is a part of it.
+# So a name must stand before every other name that is a part of it.
 _KINDS = {
     "H200": H200,
     "H100": H100,
@@ -239,7 +240,7 @@ def peak_per_s(device: Accelerator, dtype: str) -> float:
 
 
 def accelerator_like(kind: str, platform: str) -> Accelerator:
-    """Finds the accelerator that is most like a device: by kind, or by platform for unknown kinds.
+    """Finds the accelerator of a kind of device; for an unknown kind, a CPU core or an A100.
 
     Args:
         kind: the name of the device's kind, as the device reports it.

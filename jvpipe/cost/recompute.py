@@ -1,19 +1,18 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
 A candidate is a value in the layer that the forward may keep for the backward. A candidate
-that is not kept is dropped. This file reads the work from one program: the backward that
-keeps no candidate. The program names all candidates. Its equations that depend on no
-cotangent repeat the forward, and all others compute cotangents and gradients.
+that is not kept is dropped. This file derives the work from one program: the backward that
+keeps no candidate. In this program, equations with names mark the candidates. Equations that
+depend on no cotangent repeat the forward, and all others compute cotangents and gradients.
 
     inputs --e1--> a --e2--> b --e3--> c --e4--> d        e1 to e4   equations of the forward
                                                           a, c       candidates
                                                           d          read to compute cotangents
 
-The backward always repeats e4, because no candidate lies between e4 and what the backward
-needs. It repeats e2 and e3 if c is dropped. It also repeats e1 if both a and c are dropped,
-because e2 reads a. A candidate is needed if it is read by a repeated equation or by an
-equation that computes cotangents. In the drawing, a is not needed if c is kept. Then a
-costs no bytes, even if a plan keeps it.
+The backward always repeats e4, because d is read and is not a candidate. It repeats e2 and e3
+if c is dropped. It also repeats e1 if both a and c are dropped, because e2 reads a. A candidate
+is needed if it is read by a repeated equation or by an equation that computes cotangents. In
+the drawing, a is not needed if c is kept. Then a costs no bytes, even if a plan keeps it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -38,17 +37,18 @@ class Recompute:
     """The candidates of a layer, and what dropping them costs.
 
     Only n candidates matter: those that the backward reads, those that are read to recompute them,
-    and so on. They are numbered from 0 to n - 1 in all attributes but the first.
+    and so on. All attributes except the first number them from 0 to n - 1. Only those equations
+    matter that take time and are repeated for some sets of kept candidates, but not for all.
 
     Attributes:
         candidates: the names of all candidates of the layer.
         names: the names of the n candidates.
         bytes: their sizes.
         free: the candidates that exist in any case, because they are results of the layer.
-        parents: n + 1 sets of candidates. For each of the n candidates, those that
-            recomputing it reads; last, those that the backward itself reads.
-        behind: an array of (n, equations) that tells whether recomputing a candidate
-            repeats an equation.
+        parents: n + 1 sets of candidates. The first n sets are the candidates that are read
+            to recompute each candidate. The last set is read by the backward in any case.
+        behind: an array of (n, equations) that tells whether recomputing a candidate from
+            its parents repeats an equation.
         seconds: an array of (equations,) with the seconds of each equation.
     """
 
@@ -63,8 +63,9 @@ class Recompute:
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Returns which of the kept candidates are needed, and which others are recomputed.
 
-        The walk begins at the candidates that the backward reads. From each candidate that
-        is not kept, it goes on to the parents.
+        The walk begins at the candidates that the backward reads in any case. From each
+        candidate that is not kept, it goes on to the parents. It ends because it goes on from
+        each candidate once.
         """
         # Results of the layer exist anyway, so the backward reads them as if they were kept.
         kept = self.free.union(kept)
@@ -102,8 +103,8 @@ class Recompute:
         A set is worth keeping if it saves more seconds than every tried set of no more
         bytes. With few candidates, all sets are tried. With many, the minimum cuts at
         several prices of a byte are tried (`cut`). Minimum cuts find only sets on the
-        convex hull of bytes and seconds. So the sets that differ from a found set in one
-        candidate are tried, too.
+        lower convex hull of bytes and seconds. So the sets that differ from a found set in
+        one candidate are tried, too.
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
@@ -135,9 +136,9 @@ class Recompute:
         return best
 
     def _prices(self) -> np.ndarray:
-        """Returns rising prices of a byte in seconds, at which less and less is worth keeping.
+        """Returns rising prices of a byte in seconds; the higher the price, the less is kept.
 
-        At the highest price even the smallest candidate costs more than recomputing the layer.
+        At the highest price even the smallest candidate costs more than recomputing everything.
         """
         smallest = min((self.bytes[c] for c in self.choices), default=1)
         highest = self.seconds.sum() / max(smallest, 1)
@@ -150,7 +151,8 @@ class Recompute:
 
         Each candidate c has two nodes, needed[c] and recomputed[c], and each equation has
         one. A node on the source's side of the cut is true. An edge u -> v costs its
-        capacity if u is true and v is not, so the cut's capacity is the sum to minimize:
+        capacity if u is true and v is not, so the cut's capacity is the sum to minimize.
+        The result is exact except for the rounding of capacities to whole numbers.
 
             edge                          capacity           meaning
             source -> needed[p]           endless            the backward itself reads p
@@ -159,7 +161,8 @@ class Recompute:
             recomputed[c] -> e            endless            recomputing c repeats equation e
             e -> sink                     seconds[e]         a repeated equation costs its seconds
         """
-        # Imported late: it takes an eighth of the time of `import jvpipe`, and few models need it.
+        # Few models need SciPy, so it is imported only here. It would add an eighth to the time of
+        # `import jvpipe`.
         from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -174,7 +177,7 @@ class Recompute:
         weights[list(self.free)] = 0.0
         total = weights.sum() + self.seconds.sum()
         scale = OPTIONS.flow_units / max(total, 1e-300)
-        # More than all finite capacities together, so that no minimum cut contains such an edge.
+        # Such an edge exceeds all finite capacities together, so no minimum cut contains it.
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
         for c in range(n):
@@ -192,7 +195,7 @@ class Recompute:
         graph = csr_array((capacities, (tails, heads)), shape=(size, size))
         flow = maximum_flow(graph, source, sink).flow
         residual = (graph - flow).maximum(0)
-        # The nodes that the source reaches by edges with capacity left are its side of the cut.
+        # The source's side of the cut has the nodes that it reaches by edges with capacity left.
         reached = breadth_first_order(residual, source, return_predecessors=False)
         is_true = np.isin(np.arange(size), reached)
         is_kept = is_true[needed] & ~is_true[recomputed]
@@ -222,7 +225,8 @@ def recompute_of(
     parents = [lineages[name].names for name in names]
     parents.append(direct.names)
     seconds_of = equation_seconds(backward.eqns, backward.outvars, device)
-    # Equations that are always repeated, or take no time, make no difference between choices.
+    # Equations that are repeated for any choice, or that take no time, are left out: choices do not
+    # differ in them.
     in_any = set[int]().union(*(lineage.equations for lineage in lineages.values()))
     columns = [i for i in sorted(in_any - direct.equations) if seconds_of[i]]
     behind = [np.isin(columns, list(lineages[name].equations)) for name in names]
@@ -240,14 +244,14 @@ def recompute_of(
 
 
 class _Lineage(NamedTuple):
-    """The nearest candidates that values are made of, and the equations in between."""
+    """The nearest candidates that values are computed from, and the equations in between."""
 
     names: set[str]
     equations: set[int]
 
 
 class _Ancestry:
-    """The candidates and the equations that the values of a forward are made of.
+    """The candidates and the equations from which the values of a forward are computed.
 
     Attributes:
         maker: for each value, the equation that makes it.
@@ -283,7 +287,7 @@ class _Ancestry:
         return jaxprs.variables(maker.invars)
 
     def lineage(self, values: Iterable[Var]) -> _Lineage:
-        """Finds what values are made of, up to the nearest candidates."""
+        """Finds the nearest candidates that values depend on, and the equations in between."""
         found = _Lineage(set(), set())
         todo = list(values)
         while todo:
@@ -304,7 +308,7 @@ class _Ancestry:
         todo = sorted(direct)
         while todo:
             name = todo.pop()
-            # No lineage is found twice, so the loop ends.
+            # Each lineage is found once, so the loop ends.
             if name in found:
                 continue
             found[name] = self.lineage(operands[name])
@@ -320,7 +324,7 @@ def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
         sources: the number of its inputs that come from the forward. They are the first
             inputs; the others are cotangents and partial sums.
     """
-    pulled = set(backward.invars[sources:])  # cotangents, sums, and all that is made of them
+    pulled = set(backward.invars[sources:])  # cotangents, sums, and all that depends on them
     repeated: list[int] = []
     read = list(backward.outvars)
     for i, eqn in enumerate(backward.eqns):

@@ -1,7 +1,7 @@
-"""The shares of backwards that compute values again, because the forwards have not kept them.
+"""Estimates the share of each backward's time that recomputes values that its forward did not keep.
 
-A forward that runs again as a task of its own is measured as such. But a backward that recomputes
-values inside is measured as a whole, so the share of its time is estimated:
+A forward that runs again as a task of its own is measured by itself. But a backward that recomputes
+values inside is measured as a whole. So the share is estimated from two backwards by the roofline:
 
     backward that keeps everything    [ cotangents and gradients ]
     backward of the plan              [ recomputed | cotangents and gradients ]
@@ -22,10 +22,10 @@ def recomputed_shares(
     plan: Plan,
     device: Accelerator,
 ) -> list[float]:
-    """Estimates, for each layer, the share of its backward that computes values again.
+    """Estimates, for each layer, the share of its backward's time that recomputes values.
 
     Args:
-        store: keeps the programs of layers.
+        store: the store of the layers' programs.
         traced: the model.
         plan: the plan with the fates of values.
         device: the device whose seconds the roofline estimates.

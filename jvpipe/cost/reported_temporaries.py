@@ -1,17 +1,16 @@
 """Increases the modeled temporary bytes of layers to what a target's compiler reports.
 
-A target is a device that programs are compiled for, whether it is here or not. A layer's
-work is what its programs take if they keep all candidates: seconds, and the temporary bytes
-that they need besides inputs and results. An option of a layer is a way to treat what its
-forward leaves: values are kept, swapped or recomputed. Extra bytes are what an option needs
-beyond the temporary bytes of the work. As modeled, they are the bytes of the values that
+A target is a device that programs are compiled for, whether it is here or not. A layer's work
+has the seconds and temporary bytes of its programs if all candidates are kept. Temporary bytes
+are what a program needs besides its inputs and results. An option of a layer is a way to treat
+what its forward leaves: values are kept, swapped or recomputed. Extra bytes are what an option
+needs beyond the temporary bytes of the work. As modeled, they are the bytes of the values that
 the option recomputes.
 
-A layer has many options, each with programs of its own. But a plan uses one option per
-layer, and the compiler was only asked about the programs of plans. So the compiler's
-answers for some options of a layer are carried over to its other options, by interpolation
-over their modeled extra bytes. If two options have similar modeled bytes, the compiler is
-expected to add similar amounts to both.
+A layer has many options, each with programs of its own. But a plan uses one option per layer,
+and the compiler was only asked about the programs of plans. So some options have an answer of
+the compiler, and others do not. The excess of an answer (the compiler's extra bytes minus the
+modeled ones) is interpolated for the other options, as a function of the modeled extra bytes.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -144,7 +143,7 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
     if forward is None and backward is None:
         return None
     # A layer's forward and backward never run at once, so a plan sets aside the larger of their
-    # bytes. An option's forward needs extra bytes only if it exceeds that larger number.
+    # bytes. So a forward needs extra bytes only if it needs more than this larger number.
     set_aside = max(work.forward_temporary_bytes, work.backward_temporary_bytes)
     more_backward = (backward or 0) - work.backward_temporary_bytes
     more_forward = (forward or 0) - set_aside
@@ -154,9 +153,7 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
 def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
     """Returns an option with the compiler's extra bytes, or with interpolated ones.
 
-    The excess is the compiler's extra bytes minus the modeled ones. For an option without
-    an answer of the compiler, the excess is interpolated between the layer's options with
-    an answer.
+    The interpolation is described at the top of this file.
 
     Args:
         option: the modeled option.

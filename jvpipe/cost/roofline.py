@@ -1,10 +1,10 @@
 """Seconds and bytes of a program's equations on a device, estimated from their shapes alone.
 
 A kernel is what a device computes in one launch. XLA fuses elementwise operations into the
-kernels that read their results, so few values reach memory: the operands and results of
-products and the like, the results of reductions, and the results of the program. Here each
-equation that writes such a value has a kernel. The kernel reads from memory everything that
-the value is made of:
+kernels that read their results. So few values reach memory: the operands and results of heavy
+equations such as products, the results of reductions, and the results of the program. In this
+model, each equation that makes such a value has a kernel. The kernel reads the values in memory
+from which its value is computed:
 
     x --exp--> . --add--> u --dot--> y --tanh--> . --sum--> z        arrows: equations
       [   first kernel    ] [second  ] [    third kernel    ]        dots: values inside a kernel
@@ -17,8 +17,8 @@ A kernel takes (Williams et al., "Roofline", CACM 2009)
                  bytes read and written / rate of memory)
 
 On a device with a tiling, `tiling.py` gives the first of the three terms. In a framework that does
-not fuse, each equation has a kernel, except aliases and what is made on reading, such as a
-broadcast. A program takes at least the time in which its host launches all kernels.
+not fuse, each equation has a kernel, except aliases, and values that their readers make, such as
+broadcasts. A program takes at least the time that its host needs to launch all kernels.
 """
 
 import math
@@ -39,7 +39,8 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# The result is another name of the operand, so there is no kernel.
+# The result counts as another name of the operand, so there is no kernel. For a transpose this
+# assumes that its readers read the operand in another order.
 _ALIASES = _words(
     "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name "
     "stop_gradient copy copy_p reduce_precision sharding_constraint transpose"
@@ -54,7 +55,7 @@ DEAR = (*_EXPONENTIALS, *_SPECIAL)
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
-# These read only a part of their operand, as large as their result.
+# These read only a part of their operand. The part is as large as their result.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
 POOLS = _words(
@@ -141,10 +142,10 @@ class Kernels:
     Attributes:
         root: by variable, its first name: the variable of the same value before any alias.
         written: the first names of the values that reach memory.
-        of: by the index of an equation, its kernel; equations without a kernel are not in it.
+        of: by the index of an equation, its kernel. Equations without a kernel are missing.
         fused: by variable, what a kernel must do to use the variable, as two dicts. The
-            first has the bytes to read, by value in memory; for a variable in memory, its
-            own bytes. The second has the elementwise operations, by the index of their
+            first has the bytes to read, by value in memory; a variable in memory has only
+            its own bytes. The second has the elementwise operations, by the index of their
             equation, so that an equation that a kernel uses twice counts once.
     """
 
@@ -205,8 +206,8 @@ class Kernels:
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
         """Returns the bytes that equation i reads, by value in memory, and its operations.
 
-        The bytes and operations include those of the equations that are fused into equation
-        i. Operations are by the index of their equation.
+        Both include the equations that are fused into equation i. The operations are listed by the
+        index of their equation.
         """
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
@@ -223,7 +224,7 @@ class Kernels:
 
 
 def _written_bytes(eqn: JaxprEqn) -> int:
-    """Counts the bytes that an equation writes; a scatter or dynamic update writes only updates."""
+    """Counts the bytes that an equation writes; scatters and dynamic updates write only updates."""
     if eqn.primitive.name in SCATTERS:
         return nbytes(eqn.invars[-1])
     if eqn.primitive.name == "dynamic_update_slice":
@@ -240,9 +241,9 @@ def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
     """Tells whether an equation's results reach memory, whatever reads them.
 
     For two kinds of equations this depends on the platform. Random bits of threefry are
-    elementwise except on CPUs. A scatter that puts one value into each row is elementwise
-    on TPUs: there it becomes a comparison of each column's number with the number of the
-    value's column.
+    elementwise except on CPUs. A scatter that puts one value into each row (one with batching
+    dimensions) is elementwise on TPUs. There it becomes a comparison: each place of a row gets the
+    value if its index is the index to which the value is scattered.
     """
     if eqn.primitive.name in SCATTERS:
         return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims
@@ -254,7 +255,7 @@ def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
 def _reads_memory(eqn: JaxprEqn, platform: str) -> bool:
     """Tells whether an equation's kernel can only read its operands from memory.
 
-    On a GPU, a kernel can compute the values that it gathers or pools.
+    On a GPU, a kernel that gathers or pools values can also compute them.
     """
     if eqn.primitive.name in ("gather", *POOLS):
         return platform != "cuda"

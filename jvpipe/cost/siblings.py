@@ -1,4 +1,10 @@
-"""Joins siblings, which a GPU runs as one kernel: steps over one shape that read the same array."""
+"""Joins siblings, which a GPU runs as one kernel: steps over one shape that read the same array.
+
+Each step joins the first group of siblings that it may join. It may not if it waits for the group
+or the group waits for it, because the joined step would wait for itself, as here for a and c:
+
+    a: reads x, writes y        b: reads y, writes z        c: reads x and z
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,13 +15,11 @@ from jvpipe.cost.kernel_steps import KernelStep, Shape
 
 
 def with_siblings(steps: Sequence[KernelStep]) -> list[KernelStep]:
-    """Joins siblings into one step each, at the place of the last sibling if possible.
+    """Joins each group of siblings into one step, at the place of the last sibling if possible.
 
-    A step joins the first group that loops over the same shape and reads the same large array. A
-    group is passed over if the step waits for the group, or the group for the step, because the
-    joined step would wait for itself. So groups form no cycles. Each of n steps is compared with
-    all groups over its shape, which takes n^2 comparisons of sets at most.
+    For n steps, this takes at most n^2 comparisons and unions of sets.
     """
+    # `behind` stays transitive, and no step ever waits for itself, so groups form no cycles.
     behind = _waits(steps)
     groups_over: dict[Shape | None, list[list[int]]] = {}
     for i, step in enumerate(steps):
@@ -36,7 +40,7 @@ def with_siblings(steps: Sequence[KernelStep]) -> list[KernelStep]:
 
 
 def _waits(steps: Sequence[KernelStep]) -> list[int]:
-    """Returns for each step the set of all steps that it waits for; binary digit j is step j."""
+    """Returns, for each step, the set of all steps that it waits for; binary digit j is step j."""
     maker = {v: i for i, step in enumerate(steps) for v in step.writes}
     behind = [0] * len(steps)
     for i, step in enumerate(steps):
@@ -51,7 +55,7 @@ def _may_join(
     i: int,
     group: Sequence[int],
 ) -> bool:
-    """Tells whether step i can become one with a group of steps that loop over the same shape.
+    """Tells whether step i may join a group of steps that loop over the same shape.
 
     Args:
         steps: all steps.
@@ -99,11 +103,11 @@ def _join(behind: list[int], group: Sequence[int]) -> None:
 
 
 def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
-    """Yields groups of steps by their last members, each after the groups that it needs."""
+    """Yields groups of steps in the order of their last members, but after groups they wait for."""
     todo = sorted(groups, key=max)
     done = 0
     while todo:
-        # One is always ready, because the groups form no cycle.
+        # A group is always ready, because groups form no cycles.
         missing = ~done
         ready = next(group for group in todo if not behind[group[0]] & missing)
         todo.remove(ready)

@@ -1,4 +1,4 @@
-"""How many times longer one device takes than another for each layer."""
+"""Compares the speeds of devices: for each layer, how many times longer one takes than another."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -9,8 +9,9 @@ from jvpipe.util.devices import Device, is_own
 
 T = TypeVar("T")
 Slowness = tuple[float, ...]
-"""For each layer, how many times longer than the first device another device takes; empty if both
-are equally fast."""
+"""For each layer, the seconds of another device divided by those of the first device; empty if both
+are equally fast.
+"""
 
 
 def work_s(layers: Iterable[LayerCost]) -> list[float]:
@@ -22,7 +23,7 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
     """Returns how many times longer a device takes per layer than the first; empty if equally fast.
 
     Args:
-        speeds: the relative speeds of all devices; empty: all are equally fast.
+        speeds: the relative speeds of all devices; empty if all are equally fast.
         first: the number of the device on which layers are measured.
         device: the number of the other device.
         layers: how many layers there are.
@@ -43,8 +44,8 @@ def measured_slowness(
     """Returns how many times longer than the first device each device takes for each layer.
 
     Args:
-        devices: the devices; one of another process is compared by its products per second.
-        measured_on: times the layers on a device.
+        devices: the devices; those of other processes are compared by their products per second.
+        measured_on: a function that returns the costs of the layers on a device of this process.
         costs: the costs of the layers on the first device.
     """
 
@@ -52,7 +53,7 @@ def measured_slowness(
         if is_own(device):
             return times_longer(costs, measured_on(device))
         # Layers cannot be timed on another process's device. Instead, all layers get the
-        # ratio of the products per second of the two kinds of device.
+        # ratio of the products per second of both kinds of device (`presets.py`).
         first, other = map(_products_per_s, (devices[0], device))
         return (first / other,) * len(costs.layers)
 

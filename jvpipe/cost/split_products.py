@@ -4,8 +4,8 @@ Each element of a product is a sum, and different cores may compute parts of one
 constants are those of XLA (`splitk_rewriter`), so they change only if XLA changes:
 
     parts      The compiler wants one and a half tiles of 64 x 128 per core. If the result has fewer
-               tiles, its sums are cut into a number of parts that is a power of two. A product with
-               few operations per byte that it moves is cut by the length of its sums alone.
+               tiles, each sum is cut into parts, whose number is a power of two. A product with few
+               operations per byte that it moves is cut by the length of its sums alone.
     bytes      Each part is as large as the whole result, in float32. The parts are added up last.
     padding    If the sums cannot be cut into equal parts, both operands are copied, and filled up
                with zeros.
@@ -16,7 +16,9 @@ from jvpipe.cost.matrix_products import Product
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5
 _FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved; a product with fewer has few operations
-_SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # least lengths of a part, the latter for few operations
+# Least lengths of a part. A part in a product with few operations may even be half as long, because
+# the number of parts is rounded up to a power of two.
+_SHORTEST, _SHORTEST_OF_FEW = 1220, 768
 _MOST_PARTS = 128
 
 
@@ -72,5 +74,5 @@ def split_bytes(product: Product, cores: int) -> int:
 
 
 def _power(count: int) -> int:
-    """Returns the least power of two that is no less than a count."""
+    """Returns the least power of two that is at least `count`."""
     return 1 << (max(1, count) - 1).bit_length()

@@ -13,9 +13,9 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
 
     State that is away is on the host between updates. A device holds the fetched state of at most
     `UPDATES_HELD` updates at a time (`lowering/prefetch.py`). The size of this state depends on
-    which layers the device has, that is, on the cuts. The cuts are not known here, so each update
-    is assumed to have the largest state of any layer. This room counts among temporary bytes,
-    because state is fetched early, while the last backward may still run.
+    which layers the device has. This is not known before the model is cut into stages, so each
+    update is assumed to have the largest state of any layer. The room counts among the temporary
+    bytes of every layer, because state is fetched early, while the last backward may still run.
 
     Args:
         costs: the costs of the layers, each with all of its state.
@@ -27,7 +27,7 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
         state = optimizer.state[leaf]
         if layer is not None and state.parameter in away:
             sizes[layer] += state.array.bytes
-    # All of the state that is away is the most that can be fetched.
+    # No more can be fetched than all of the state that is away.
     fetched_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
     layers = []
     for layer, size in zip(costs.layers, sizes, strict=True):

@@ -1,8 +1,8 @@
 """A store of programs for absent devices: a compiler reports their bytes, and nothing runs them.
 
-To check a plan against memory limits, a store compiles its programs. The store of this file asks
-the compiler of a target: the kind of device that is absent. So the same code checks plans for
-absent devices and for devices at hand.
+To check a plan against memory limits, a store compiles the plan's programs. The store of this file
+asks the compiler of a target, which is the kind of the absent devices. So the same code checks
+plans for absent devices and for devices at hand.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -49,7 +49,10 @@ class TargetStore(ProgramStore):
 
     Args:
         compiler: the compiler of the target.
-        store: the store that makes programs of layers.
+        store: the store that makes the programs of layers, and their texts for the compiler.
+
+    Attributes:
+        sizes: by the keys of programs, the compiler's answers so far.
     """
 
     def __init__(self, compiler: Compiler, store: ProgramStore) -> None:

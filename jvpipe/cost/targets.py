@@ -101,8 +101,8 @@ def _gpu(
         threads: the threads that a multiprocessor runs at once.
     """
     memory_bytes_per_s, memory_gib = memory
-    # The text is all that the compiler learns about the device, because no driver is asked. Numbers
-    # that stand in it as they are (threads, registers, limits of grids) are those of all GPUs of
+    # The text is all that the compiler learns about the device, because no driver is asked. The
+    # numbers in it without a variable (threads, registers, limits of grids) hold for all GPUs of
     # compute capability 7.0 to 9.0. The versions at its end are fixed, so that answers do not
     # depend on the machine that compiles.
     # From Ampere on, a block may use all of the shared memory except one KiB.
@@ -135,7 +135,7 @@ device_description_str: "{device}"
 
 
 def _tpu(name: str, topology: str, accelerator: str) -> Target:
-    """Makes the target of a TPU, whose compiler knows the topology by name."""
+    """Makes the target of a TPU; `topology` is the shape that its chips form, such as `2x2`."""
     return Target(
         name,
         "tpu",
@@ -171,7 +171,8 @@ def find_target(name: str) -> Target:
     """Finds a target by name; a TPU's name may be followed by a topology, such as `v5e:4x4`.
 
     Raises:
-        ValueError: no target has that name, or the topology is not two or three counts of at least 1.
+        ValueError: no target has that name, or the topology is not two or three counts, such as
+            `4x4`.
 
     >>> find_target("v5e:4x4").topology
     'v5e:4x4'
@@ -180,7 +181,8 @@ def find_target(name: str) -> Target:
     ValueError: unknown compile target 'h10': did you mean 'h100'? There are h100, h200, ...
     """
     kind, _, topology = name.partition(":")
-    # Whole names come first. Only TPUs can be joined in other shapes than their entry says.
+    # Names of targets come first. A topology may follow only for TPUs, which can be joined in
+    # several shapes.
     if name in TARGETS:
         return TARGETS[name]
     if kind not in TARGETS or TARGETS[kind].platform != "tpu":

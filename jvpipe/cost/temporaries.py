@@ -1,4 +1,4 @@
-"""The bytes that a program holds besides its inputs and results, counted from its equations alone.
+"""Counts the bytes that a program holds besides inputs and results, from its equations alone.
 
 The rules describe what compilers were seen to do in programs for H100s and TPUs
 (`experiments/absent_hardware`). A kernel is what one launch computes (`roofline.py`). On
@@ -6,8 +6,9 @@ CPUs only the first rule holds.
 
     kernels    a value that reaches memory by the roofline's rules has a buffer, which lives from
                the kernel that writes the value to the last kernel that reads it
-    results    if one elementwise kernel makes a result of the program from a value, the value lies
-               in the result's memory; a product that is added to an input is summed up in place
+    results    if an elementwise kernel makes a result of the program from an equally large value
+               that no other kernel reads, the value lies in the result's memory; a product that is
+               added to an input is summed up in place
     twins      two equations that compute the same value become one
     sums       a reduction of a reduction of the same kind is one kernel
     early      a kernel that writes only results runs right after the kernels that it reads from
@@ -21,7 +22,8 @@ On a GPU:
     turned     each product that reads a scatter's result in transposed form copies that result
     across     if two reductions of a value go over different axes, two kernels read the value; it
                is written to memory for them if making it takes an exponential or the like
-    filters    a convolution of images with channels last copies a filter with channels elsewhere
+    filters    a convolution of images with channels last copies its filter if the filter is an
+               input of the program and has its channels elsewhere
     pools      the backward of a maximum over windows computes the maxima again, and the position of
                each as one whole number per dimension
 
@@ -31,11 +33,11 @@ On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
                multiplies float32 as bfloat16; what a batched product reads counts as float32,
                because its copies take the bytes that bfloat16 saves
     relaid     an input that elementwise kernels read is copied in two cases: it has the shape of a
-               batch of products, or its layout between programs is another one (`tpu_layouts.py`)
+               batch of products, or another layout between programs (`tpu_layouts.py`)
     twice      a product of at least 128 rows with a transposed operand, such as an embedding table,
                is copied if it is a result of the program and kernels read it, too
-    images     what convolutions read and make has its channels along the 128 columns of tiles, so
-               inputs and results with another layout between programs are copied
+    images     images that convolutions read or make have channels along the 128 columns of tiles;
+               an input or result that is an image is copied if its layout between programs differs
     scratch    small buffers lie in the on-chip memory while there is room (`heap.py`)
 """
 
@@ -83,7 +85,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         jaxpr = _without_twins(jaxpr)
     program = KernelProgram(jaxpr, device.platform)
     steps = list(_steps(program, device))
-    # Values without a buffer of their own: results, and what lies in a result or inside a kernel.
+    # Values without a buffer: results, and values that lie in a result or exist inside a kernel.
     elsewhere = program.results
     size = nbytes
     if device.platform != "cpu":
@@ -151,16 +153,19 @@ def _steps(program: KernelProgram, device: Accelerator) -> Iterator[KernelStep]:
 
 
 def _turned_scatters(program: KernelProgram) -> set[Var]:
-    """Returns the scatters' results that are transposed, for which they are copied.
+    """Finds the results of scatters that are transposed.
 
-    A scatter's result has the layout of the array that it updates.
+    A scatter's result has the layout of the array that it updates. So a product that reads the
+    result in transposed form needs a copy in another layout.
     """
     operands = (v for eqn in program.named("transpose") for v in eqn.invars)
     return jaxprs.defined(program.named(*SCATTERS)) & program.roots(operands)
 
 
 def _copies_filter(eqn: JaxprEqn) -> bool:
-    """Tells whether a convolution's images have channels last, but its filter does not."""
+    """Tells whether an equation is a convolution of images with channels last whose filter has
+    its channels elsewhere.
+    """
     if eqn.primitive.name != "conv_general_dilated":
         return False
     numbers = eqn.params["dimension_numbers"]
@@ -200,12 +205,13 @@ def _summed_across(program: KernelProgram) -> dict[Var, set[Var]]:
         loop = loop_of(eqn)
         if loop is None:
             continue
+        # A value is also expensive if an expensive value of the same shape is needed to make it.
         as_large = (dims_of(v) == loop for v in dear & read)
         if name in DEAR or any(as_large):
             dear.update(eqn.outvars)
     across = {}
     for v in dear - program.kernels.written:
-        # Sums over the same axes are one kernel, which computes the value only once.
+        # Reductions over the same axes are one kernel, which computes the value only once.
         if len({*axes[v].values()}) > 1:
             across[v] = {*axes[v]}
     return across
@@ -232,9 +238,9 @@ def _with_once(steps: Iterable[KernelStep], once: Mapping[Var, set[Var]]) -> lis
 
 
 def _inside_results(program: KernelProgram) -> set[Var]:
-    """Finds values that lie in a result's memory, as the rule `results` says.
+    """Finds the values that lie in a result's memory by the rule `results`.
 
-    If the kernel adds a value to an input, the result overwrites that input. Then only
+    If the kernel adds a value to an input, the result overwrites that input. In this case, only
     products and scattered sums need no buffer, because they are summed up in place.
     """
     summed = jaxprs.defined(program.named(*_SUMMED))
@@ -254,14 +260,14 @@ def _inside_results(program: KernelProgram) -> set[Var]:
         if name in _ADDED and reads_input:
             inside |= alone & summed
             continue
-        # The result's memory has room for one operand.
+        # The result's memory has room for one operand: the one that is made first.
         others = sorted(alone, key=lambda v: made_by.get(v, -1))
         inside.update(others[:1])
     return inside
 
 
 def _inner_sums(program: KernelProgram) -> set[Var]:
-    """Finds the reductions that only a reduction of the same kind reads: both are one kernel."""
+    """Finds the results of reductions that only one reduction of the same kind reads."""
     kinds = {v: eqn.primitive for eqn in program.eqns for v in eqn.outvars}
     inner: set[Var] = set()
     for eqn in program.named(*REDUCTIONS):
@@ -297,7 +303,7 @@ def _rooms(
 
 
 def _with_results_early(steps: Sequence[KernelStep], elsewhere: set[Var]) -> list[KernelStep]:
-    """Moves steps that write only values of `elsewhere` right after the steps that they need."""
+    """Moves steps that write only values of `elsewhere` to right after the steps they read from."""
     made_at: dict[Var, int] = {}
     places = []
     for i, step in enumerate(steps):

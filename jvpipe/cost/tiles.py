@@ -1,4 +1,4 @@
-"""The bytes of arrays in a compiler's layout, which pads two dimensions to whole tiles.
+"""Counts the bytes of arrays in a compiler's layout, which pads two dimensions to whole tiles.
 
 TPUs store arrays in tiles. A float32 array of 100 x 64 in tiles of 8 x 128 takes 13 tiles, one
 below the other, and so 104 x 128 x 4 bytes:
@@ -26,11 +26,12 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]*\)|\([\d,]*
 
 
 def laid_bytes(shape: str) -> int:
-    """Counts the bytes of an array from its shape as an HLO module writes it.
+    """Counts the bytes of an array from its shape in the notation of HLO modules.
 
     Args:
         shape: the type, the sizes of the dimensions, and in braces the order of the dimensions and
             the tiles. The dimension whose elements are neighbors in memory is first in the order.
+            Only the first tile adds padding; further tiles order the elements inside of it.
 
     >>> laid_bytes("f32[100,64]{1,0}"), laid_bytes("f32[100,64]{0,1:T(8,128)}")
     (25600, 32768)
@@ -94,7 +95,7 @@ def _all_bytes(shapes: str) -> tuple[int, ...]:
 
 
 def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -> int:
-    """Counts the bytes of an array in tiles, for the order of dimensions that takes the fewest.
+    """Counts the bytes of an array in tiles, in the most compact order of its dimensions.
 
     Args:
         sizes: the sizes of the dimensions.
@@ -106,8 +107,9 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
     >>> tiled_bytes((8, 64, 128), 4), tiled_bytes((8, 128, 64), 4), tiled_bytes((8, 128, 64), 4, 2)
     (262144, 262144, 524288)
     """
-    packed = max(1, 4 // itemsize)  # elements that share the four bytes of a lane
+    packed = max(1, 4 // itemsize)  # elements that share the four bytes of one column
     if len(sizes) < 2:
+        # A short vector is padded to one row, a longer one to tiles of eight rows.
         (size,) = sizes or (1,)
         row = COLUMNS * packed
         return itemsize * _filled(size, row if size <= row else 8 * row)
@@ -123,12 +125,12 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
 
 
 def _filled(size: int, whole: int) -> int:
-    """Returns the least multiple of `whole` that is no less than a size."""
+    """Returns the least multiple of `whole` that is at least `size`."""
     return -(-size // whole) * whole
 
 
 def _closed(results: str) -> str:
-    """Returns the text before its first closing brace without an opening brace."""
+    """Returns the text before its first closing brace that has no opening brace."""
     depth = 0
     for at, letter in enumerate(results):
         depth += (letter == "{") - (letter == "}")

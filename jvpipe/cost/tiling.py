@@ -1,16 +1,16 @@
-"""Seconds of matrix products on a device that computes one tile of the result per core at a time.
+"""Estimates the seconds of matrix products on a device whose cores each compute a tile at a time.
 
-A tile is a rectangle of the result, which one core sums up. A wave is the tiles that all cores work
-on at the same time:
+A tile is a rectangle of the result, which one core computes. A wave is the set of tiles that the
+cores work on at the same time:
 
     a result of 5 x 2 tiles on 4 cores takes three waves       wave 1  wave 2  wave 3
     t: a core works on a tile; .: a core is idle               t t t t t t t t t t . .
 
-The last wave takes as long as the others although some of its cores are idle. A tile that sticks
-out of the result takes as long as a whole tile. Small tiles leave fewer cores idle, but load more
-operands for each operation, so libraries of products have tiles of several sizes. If cores would
-be idle, libraries also cut long sums into parts, which different cores compute. Libraries choose
-the fastest combination of tile size and number of parts, and so does this model.
+The last wave takes as long as the others, although some cores are idle. A tile that extends beyond
+the edge of the result takes as long as a whole tile. Small tiles leave fewer cores idle, but load
+more operands for each operation, so libraries of products have tiles of several sizes. If cores
+would be idle, libraries also cut long sums into parts, which different cores compute. Libraries
+choose the fastest combination of tile size and number of parts, and so does this model.
 
 A dense convolution of 3 x 3 pixels takes the faster of two ways: as one product, or as the products
 of Winograd's algorithm (`matrix_products.py`).
@@ -36,8 +36,8 @@ class Tiling:
     """The efficiency of a device at products.
 
     Attributes:
-        start: the time to load a tile's first operands and to write its result, as the number of
-            terms that a core could add to its sums in that time.
+        start: the time to load a tile's first operands and to write its result. It is expressed as
+            the number of terms that a core could add to each sum of the tile in that time.
         winograd: the share of the rate of products that Winograd's algorithm reaches, less than 1
             because it also transforms images and kernels; 0 if the device does not use it.
     """
@@ -56,8 +56,8 @@ def product_s(
     """Estimates the seconds of a product, computed in the fastest way.
 
     The example has results of 80, 81 and 160 tiles on 80 cores. With whole sums, 81 tiles would
-    take two waves, as 160 do. With its sums cut into eight parts, the result of 81 tiles takes
-    only 17% longer than that of 80.
+    take two waves, as long as 160 tiles. With sums cut into eight parts, the result of 81 tiles
+    takes only 17% longer than the result of 80 tiles.
 
     Args:
         product: the shape of the product.
@@ -86,9 +86,9 @@ def _waves_s(
     flops_per_s: float,
     result_bytes_per_s: float,
 ) -> float:
-    """Estimates the seconds of a product with the best size of tiles and number of parts.
+    """Estimates the seconds of a product with the fastest tile size and number of parts.
 
-    The arguments are those of `product_s`.
+    Winograd's algorithm is not considered here. The arguments are those of `product_s`.
     """
     core_flops_per_s = flops_per_s / cores
     sums_bytes = 4 * product.b * product.m * product.n
@@ -99,11 +99,11 @@ def _waves_s(
         tiles = product.b * tiles_down * tiles_across
         for parts in _PARTS:
             terms = -(-product.k // parts) + tiling.start
-            # All cores wait for the last wave, so a wave that is begun counts as a whole one.
+            # A wave takes the same time however many cores are busy, so the number is rounded up.
             waves = -(-tiles * parts // cores)
             tile_flops = 2 * rows * columns * terms
             seconds = waves * tile_flops / (core_flops_per_s * share)
-            # Each part writes a whole result, and adding up the parts reads all of them again.
+            # Each part is an array as large as the result. All parts are written, and then read.
             if parts > 1:
                 seconds += 2 * parts * sums_bytes / result_bytes_per_s
             least = min(least, seconds)

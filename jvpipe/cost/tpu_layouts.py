@@ -22,7 +22,7 @@ class TpuLayouts:
     """The layouts of a program's values.
 
     Attributes:
-        images: the values with the layout of convolutions, which takes more bytes.
+        images: the values with the layout of convolutions, which takes more bytes than others.
         halves: the float32 values that are held as bfloat16.
         relaid: the inputs that are copied for the kernels that read them.
         apart: the values that need a temporary buffer in addition to the buffer of a result.
@@ -46,8 +46,8 @@ class TpuLayouts:
     def with_copies(self, steps: Sequence[KernelStep]) -> list[KernelStep]:
         """Returns steps with their copies.
 
-        A convolution also holds a copy of its result, with examples as rows. The first reader of a
-        relaid input also writes the input's copy.
+        A convolution also needs a copy of its result that has examples along the rows of tiles. The
+        first reader of a relaid input also writes the input's copy.
         """
         copying = []
         without_copy = self.relaid
@@ -82,7 +82,9 @@ def _images(program: KernelProgram) -> Iterator[Var]:
 
 
 def _is_wider(aval: Any) -> bool:
-    """Tells whether an array takes more than its least bytes if its last dimension is columns."""
+    """Tells whether an array takes more bytes with its last dimension along the columns of tiles
+    than in its most compact layout.
+    """
     itemsize = aval.dtype.itemsize
     along_columns = tiled_bytes(aval.shape, itemsize, aval.ndim - 1)
     return along_columns > tiled_bytes(aval.shape, itemsize)
@@ -109,9 +111,9 @@ def _relaid(program: KernelProgram) -> Iterator[Var]:
     """Yields the inputs that are copied for the kernels that loop over them.
 
     An input is copied in two cases. In the first, it has the shape of a batched product's result,
-    whose layout it gets. In the second, its rows are longer than a tile, but between programs they
-    do not lie along the columns of tiles, because another layout takes fewer bytes. An input that a
-    heavy equation (such as a product) reads is never copied.
+    and the copy has that result's layout. In the second, its rows are longer than a row of a tile,
+    but between programs they do not lie along the columns of tiles, because another layout takes
+    fewer bytes. An input that a heavy equation (such as a product) reads is never copied.
     """
     batched = {dims_of(eqn.outvars[0]) for eqn in program.eqns if is_batched(eqn)}
     loops = {loop_of(eqn) for eqn in program.eqns}
@@ -131,8 +133,8 @@ def _laid_twice(program: KernelProgram) -> Iterator[Var]:
     for eqn in program.named("dot_general"):
         product = eqn.outvars[0]
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
-        # In the other layout, the index of rows runs along the 128 columns of tiles. A product with
-        # fewer rows would not fill them.
+        # In the other layout, the rows of the product lie along the 128 columns of tiles. A product
+        # with fewer rows would not fill them.
         has_rows = dims_of(product)[-2:][:1] >= (COLUMNS,)
         if program.readers[product] and has_table and has_rows and not is_batched(eqn):
             yield product

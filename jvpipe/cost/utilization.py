@@ -1,7 +1,7 @@
-"""Model flops utilization (MFU): the share of the devices' peak rates that a step puts to use.
+"""Counts products for the model flops utilization (MFU): the share of peak rates that a step uses.
 
-Peak rates are those of products. Only products that the model needs count as put to use; products
-that are computed again do not.
+Peak rates are those of products. Only products that the model needs count as used. Products that
+are recomputed do not count.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import flops
 
 BACKWARD = 2
-"""The products of a backward per product of its forward: one for each operand's cotangent."""
+"""The products in a backward per product in its forward: one for the cotangent of each operand."""
 
 
 def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
@@ -44,10 +44,10 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
 
 
 def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | None:
-    """Returns the seconds of a step's products if all devices ran at their makers' peak rates.
+    """Returns the seconds that a step's products would take at the makers' peak rates.
 
-    The utilization of a step is these seconds divided by the step's own. Each product of the
-    forward counts three times, because the backward has two products for it. Recomputation and
+    The utilization is these seconds divided by the seconds that the step takes. Each product of
+    the forward counts three times, because the backward has two products for it. Recomputation and
     elementwise operations do not count.
 
     Args:
