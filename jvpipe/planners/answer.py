@@ -9,7 +9,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.rough_plan import RoughPlan
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.planners.model.stage_cost import Evaluation, device_bytes, needed_bytes
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 
 
@@ -82,14 +82,14 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     # Every planner made a plan although it exceeds the limit, so none of them reads the limit.
     first = answers[0]
     assert first.evaluation is not None, "there is a plan, or a reason why there is none"
-    stages = first.evaluation.stages
-    over = [stage.peak_bytes + problem.less_bytes(s) for s, stage in enumerate(stages)]
-    s = over.index(max(over))
-    limit = problem.limit_of(problem.places[s])
+    held_bytes = device_bytes(problem, first.evaluation.stages)
+    over = needed_bytes(problem, held_bytes)
+    place = over.index(max(over))
+    where = "device" if problem.schedule.chunks > 1 else "stage"
     return (
-        f"{first.planner} looks at no limit: its plan takes {stages[s].peak_bytes} bytes "
-        f"on stage {s}, and the limit is {limit}; raise the limit, or use a planner that keeps it, "
-        f"such as jvpipe"
+        f"{first.planner} looks at no limit: its plan takes {held_bytes[place]} bytes on {where} "
+        f"{place}, and the limit is {problem.limit_of(place)}; raise the limit, or use a planner "
+        "that keeps it, such as jvpipe"
     )
 
 

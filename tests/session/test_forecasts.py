@@ -4,6 +4,7 @@ holds.
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,17 @@ def test_a_limit_that_no_plan_keeps_names_one_that_would_do() -> None:
     over = jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, memory_limit="1MiB", planner="even")
     with pytest.raises(jvpipe.MemoryLimitExceeded, match="even looks at no limit"):
         over.plan  # noqa: B018
+
+
+def test_a_plan_over_the_limit_is_said_with_the_bytes_of_the_whole_device() -> None:
+    ask = partial(
+        jvpipe.plan_for, loss_fn, [WIDE] * 8, WIDE, 2, planner="even", schedule="interleaved"
+    )
+    held = re.search(r"takes (\d+) bytes on device 0", ask(memory_limit="1KiB").why_not())
+    assert held
+    enough = int(held[1])
+    assert ask(memory_limit=enough).fits
+    assert not ask(memory_limit=enough - 1).fits
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "auto", "pipedream"])
