@@ -117,12 +117,16 @@ class Accelerator:
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
         """
+        listed = self.listed_dtype(dtype)
+        is_double = dtype in ("float64", "complex128") and listed != dtype
+        return self.flops_per_s[listed] / (2 if is_double else 1)
+
+    def listed_dtype(self, dtype: str) -> str:
+        """Returns the dtype in `flops_per_s` from whose rate that of a dtype follows."""
         # Both types of 16 bits run on the same units. Types of double precision are assumed to
         # run at half the rate of float32, and all other types at the rate of float32.
-        for name in (dtype, _SUBSTITUTES.get(dtype, dtype)):
-            if name in self.flops_per_s:
-                return self.flops_per_s[name]
-        return self.flops_per_s["float32"] / (2 if dtype in ("float64", "complex128") else 1)
+        names = (dtype, _SUBSTITUTES.get(dtype, dtype))
+        return next((name for name in names if name in self.flops_per_s), "float32")
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,8 @@ def _convolution(eqn: JaxprEqn) -> Product:
     three = None
     if dense and kernel[2:] == [3, 3]:
         three = "kernel"
-    elif dense and result[2:] == [3, 3]:
+    elif dense and result[2:] == [3, 3] and math.prod(kernel[2:]) > 9:
+        # The gradient of a kernel of 3 x 3 slides over the images the cotangents of a whole image.
         three = "result"
     # Rows are the pixels of all images of the result.
     pixels = result[0] * math.prod(result[2:])

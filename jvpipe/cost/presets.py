@@ -225,8 +225,9 @@ _KINDS = {
     "RTX 4090": RTX_4090,
     "TPU v4": TPU_V4,
     "TPU v5 lite": TPU_V5E,
-    "TPU v5p": TPU_V5P,
-    "TPU v6 lite": TPU_V6E,
+    "TPU v5e": TPU_V5E,
+    "TPU v5": TPU_V5P,
+    "TPU v6": TPU_V6E,
 }
 
 
@@ -235,12 +236,15 @@ def peak_per_s(device: Accelerator, dtype: str) -> float:
 
     >>> round(peak_per_s(H100, "bfloat16") / 1e12), round(peak_per_s(V100, "float32") / 1e11)
     (989, 157)
+    >>> round(peak_per_s(V100, "float64") / 1e9)  # half of float32's
+    7850
     """
-    return device.products_per_s(dtype) / _family_of(device.name).share(dtype)
+    listed = device.listed_dtype(dtype)
+    return device.products_per_s(dtype) / _family_of(device.name).share(listed)
 
 
 def accelerator_like(kind: str, platform: str) -> Accelerator:
-    """Finds the accelerator of a kind of device; for an unknown kind, a CPU core or an A100.
+    """Finds the accelerator of a kind of device; for an unknown kind, that of its platform.
 
     Args:
         kind: the name of the device's kind, as the device reports it.
@@ -251,7 +255,8 @@ def accelerator_like(kind: str, platform: str) -> Accelerator:
     >>> accelerator_like("NVIDIA A100 80GB PCIe", "gpu").name
     'A100 80 GB'
     """
-    return known_accelerator(kind) or (CORE if platform == "cpu" else A100_40GB)
+    of_platform = {"cpu": CORE, "tpu": TPU_V5P}
+    return known_accelerator(kind) or of_platform.get(platform, A100_40GB)
 
 
 def known_accelerator(kind: str) -> Accelerator | None:

@@ -4,7 +4,17 @@ import pytest
 
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Accelerator
-from jvpipe.cost.presets import A100_40GB, A100_80GB, CORE, H200, PRESETS, TPU_V5E, accelerator_like
+from jvpipe.cost.presets import (
+    A100_40GB,
+    A100_80GB,
+    CORE,
+    H200,
+    PRESETS,
+    TPU_V5E,
+    TPU_V5P,
+    TPU_V6E,
+    accelerator_like,
+)
 
 
 def test_every_machine_is_there() -> None:
@@ -64,6 +74,9 @@ def test_figures_are_sustained_and_grow_with_the_generations() -> None:
         ("NVIDIA A100-SXM4-80GB", "gpu", A100_80GB),
         ("something new", "gpu", A100_40GB),
         ("TPU v5 lite", "tpu", TPU_V5E),
+        ("TPU v5", "tpu", TPU_V5P),
+        ("TPU v6e", "tpu", TPU_V6E),
+        ("a later TPU", "tpu", TPU_V5P),
         ("cpu", "cpu", CORE),
     ],
 )

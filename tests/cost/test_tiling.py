@@ -68,6 +68,16 @@ def test_dense_convolutions_of_three_by_three_take_fewer_products(of: str) -> No
     assert seconds(last, winograd=1.0) < seconds(last) / 2
 
 
+def test_a_small_image_is_not_taken_for_the_gradient_of_a_kernel() -> None:
+    def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    (one,) = products(convolved, (8, 3, 3, 128), (1, 1, 128, 256))
+    assert one.minimal is None
+
+
 def test_strides_have_no_shorter_way_and_their_gradients_multiply_no_zeros() -> None:
     def strided(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(
