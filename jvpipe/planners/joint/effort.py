@@ -132,6 +132,8 @@ class OrderEffort:
             `order_course.py` do not count that such transfers wait for each other.
         polished: from how many simulated plans a climb starts in which each order is simulated
             (`order_polish.py`).
+        near_polish: these climbs start from plans that take at most this many times the fastest
+            one's seconds.
         polished_tasks: how many tasks each of these climbs may simulate.
         doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`,
             the share of idle time that other devices can use. If devices share workers, measured
@@ -150,6 +152,7 @@ class OrderEffort:
     simulated: int = 3
     crowded: int = 24
     polished: int = 16
+    near_polish: float = 1.005
     polished_tasks: int = 10_000
     doubt: float = 0.1
 

@@ -44,7 +44,9 @@ def polished(simulated: Sequence[tuple[RuledPlan, OrderedPlan]]) -> Iterator[Ord
         if abs(plan.step_s - counted_s) > ROUNDING * plan.step_s:
             inexact.append((one, plan))
     inexact.sort(key=lambda pair: pair[1].worth_s)
-    for one, plan in inexact[: ORDER.polished]:
+    near_s = ORDER.near_polish * min((plan.worth_s for _, plan in simulated), default=0.0)
+    near = [pair for pair in inexact if pair[1].worth_s <= near_s]
+    for one, plan in near[: ORDER.polished]:
         search = _Polish(one, plan)
         while search.step():
             pass
@@ -84,9 +86,11 @@ class _Polish:
         if order in self.seen:
             return False
         self.seen.add(order)
+        # The course's seconds are a lower bound, because they leave out waits and swaps. They are
+        # infinite if tasks wait in a circle.
         self.course.run()
-        waits_in_a_circle = self.course.step_s == float("inf")
-        if waits_in_a_circle or not self.one.loads.fits(order):
+        is_slower = self.course.step_s >= self.best.step_s * (1 - ROUNDING)
+        if is_slower or not self.one.loads.fits(order):
             return False
         self.left -= 1
         other = replace(self.one, order=order)
