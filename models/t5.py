@@ -4,10 +4,10 @@ Axes: B batch, T tokens of each half of a record, D model, H heads, V vocabulary
 
 The encoder reads the first half of a record. The decoder predicts the second half, and each of its
 blocks attends to the encoder's result (`read`). In contrast to the paper, layer norms and linear
-maps have biases, and ALiBi (arXiv:2108.12409) replaces learned biases by distance. With
-`published`, the model is as in the paper (`t5_published.py`).
+maps have biases, and biases by distance are fixed (ALiBi, arXiv:2108.12409). With `published`, the
+model is as in the paper (`t5_published.py`).
 
-    inputs ── embeddings ── encoder 0 ── ... ── encoder n ── read ──┬────────────┬──────┐
+    inputs ── embeddings ── encoder 0 ── ... ── encoder n ── read ──┬────────────┐
     tokens ── embeddings ─────────────────────────────────── decoder 0 ── ... ── n ── head
 
 All blocks of the decoder read `read`, so a cut in the decoder sends two arrays of [B, T, D].
@@ -80,10 +80,10 @@ class T5Config(TransformerConfig):
                 raise ValueError(
                     f"{field.name}={value} needs published=True: give both, or neither"
                 )
-        # Half of the classes are for later tokens, and half of these have one distance each.
+        # Each direction has half of the classes, and half of these have one distance each.
         if self.buckets < 4:
             raise ValueError(f"buckets={self.buckets} must be at least 4")
-        # The decoder has no later tokens, so half of its classes have one distance each.
+        # In the decoder, half of all classes have one distance each. The others are for longer ones.
         if self.distance <= self.buckets // 2:
             raise ValueError(
                 f"distance={self.distance} must be more than {self.buckets // 2}, half of "
@@ -122,7 +122,7 @@ class Embeddings(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Attention to the encoder, then a block in which tokens attend only to earlier tokens.
+    """Attention to the encoder, then a block in which tokens attend to no later tokens.
 
     In the paper, self-attention comes before attention to the encoder.
     """
@@ -183,7 +183,7 @@ def loss_function(config: T5Config) -> LossFunction:
 
     The batch holds `inputs` (for the encoder), `tokens` (for the decoder) and `targets` [B, T]
     int32, and `weights` [B, T] float32, which are 0 for positions that do not count. The loss has
-    the `total` of the cross entropies in nats, and the sum of the weights.
+    the `total` of the weighted cross entropies in nats, and the sum of the weights.
     """
     return predicting(logits_function(config), config.dropout)
 

@@ -73,7 +73,7 @@ def check_figure(path: str) -> None:
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[Path]:
-    """Yields the path of an output, and adds the option to the message of an OSError inside."""
+    """Yields an output's path; an OSError in the block gets a message that names the option."""
     try:
         yield Path(path)
     except OSError as error:
@@ -97,7 +97,7 @@ def _reason(path: str) -> str | None:
         with file.open("ab"):
             pass
         if not there:
-            file.resolve().unlink()  # a link without a target stays
+            file.resolve().unlink()  # removes the new file; a link to it stays
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         return f"the file cannot be written ({cause}): give another path"
@@ -160,7 +160,7 @@ def write_safetensors(path: Path, params: PyTree) -> None:
         raise OSError(f"cannot write {path}: {problem}") from problem
 
 
-# A running command prints lines to stdout or shows a display on stderr (see `Speech`).
+# A running command prints lines to stdout, shows a display on stderr, or both (see `Speech`).
 
 _log = logging.getLogger("jvpipe")
 
@@ -201,12 +201,12 @@ class Speech:
         self._opened.close()
 
     def doing(self, what: str) -> None:
-        """Prints the command's current activity as a line on stdout."""
+        """Sets the current activity, which a line on stdout names if nothing else happens for long."""
         if self._lines:
             self._lines.doing(what)
 
     def training(self, total: int, first: int) -> TrainingDisplay:
-        """Returns the display of a training, a context manager; the display is visible while open.
+        """Returns the display of a training: a context manager, visible on a terminal while open.
 
         Args:
             total: the number of the last step.
@@ -277,7 +277,7 @@ def _to_stderr(level: int) -> logging.Handler:
 
 
 class _ToLines(logging.Handler):
-    """A handler that prints log messages as lines, and reports when phases begin and end.
+    """A handler that prints INFO messages as lines, and reports when phases begin and end.
 
     A phase logs its beginning at the level DEBUG, and its end at the level INFO.
     """
@@ -287,8 +287,7 @@ class _ToLines(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        is_end = record.levelno == logging.INFO
-        if is_end:
+        if record.levelno == logging.INFO:
             self._lines.say(record.getMessage())
         phase = getattr(record, "phase", None)
         if phase and record.levelno == logging.DEBUG:

@@ -2,8 +2,8 @@
 
 A fate says what happens to a tensor between the forward that makes it and the backward that reads
 it: it is kept, swapped to the host, or recomputed. A plan is plain data: it can be compared, saved
-as JSON, and exported to other systems. Under a synchronous schedule a plan decides where and when
-values are computed, but never changes the values.
+as JSON, and exported to other systems. Under a synchronous schedule, plans with equal replicas
+compute the same values, only at other places and times.
 """
 
 import json
@@ -91,8 +91,8 @@ class Plan:
         schedule: the name of the schedule that the plan was made for; None if it fits any.
         planner: the name of the planner that made the plan.
         keep_last: whether the last micro-batch of a step keeps all tensors, whatever their fates.
-        splits: the numbers of the equations before which a traced layer is cut in two. The stages
-            count both parts as layers.
+        splits: the places, among the main equations of the model, at which traced layers are cut
+            in two. The stages count both parts as layers.
         tasks: the tasks of each device in order, as text; empty if the schedule determines them.
         unsplit: the layers whose backwards stay whole although the schedule splits backwards.
         outline: what an export must know about the model. The outline is not part of the
@@ -243,7 +243,7 @@ class Plan:
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
-        """Returns the plan for a pipeline with a given schedule, if it fits that schedule.
+        """Returns the plan for a schedule; refuses a plan that was made for another schedule.
 
         Raises:
             ValueError: the plan was made for another schedule.
@@ -255,7 +255,7 @@ class Plan:
             raise ValueError(
                 f"the plan was made for schedule '{self.schedule}', but the pipeline's schedule is "
                 f"'{schedule}': give schedule='{self.schedule}', or give "
-                f"plan.with_schedule('{schedule}'), which keeps only the cuts and fates"
+                f"plan.with_schedule('{schedule}'), which drops the order of tasks"
             )
         return self.with_schedule(schedule)
 
@@ -296,7 +296,7 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a stage repeats a device, or two stages share only some devices."""
+        """Raises ValueError if a stage repeats a device, or shares one with a stage of other devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             for at, device in enumerate(stage.devices):

@@ -50,7 +50,7 @@ class _Copy(NamedTuple):
 
 @dataclass
 class _Visit:
-    """An update with its copies. `at` has the numbers of its program's group and row."""
+    """An update with its copies. `at` is where it runs: the numbers of the group and of the row."""
 
     at: tuple[int, int]
     ins: list[Row]
@@ -67,7 +67,7 @@ class _Visit:
         return {row.reads[0] for row in self.outs}
 
     def frees(self) -> list[Row]:
-        """Makes the rows that wait until the new state is on the host, and then free it."""
+        """Makes the rows that wait for the copies to the host, and then free the device's copies."""
         frees = []
         for row in self.outs:
             reads = row.reads + row.writes
@@ -105,9 +105,9 @@ class _Round:
         FREE rows wait until older state has left:
 
             state of the next update    must come, so it waits for any state that leaves
-            state of a later update     waits only for state that began to leave before the update
-                                        that has just run; a wait for newer state would stop the
-                                        place
+            state of a later update     waits only for the state of updates before the last one that
+                                        ran; the last one's state has only begun to leave, so the
+                                        place would stand still
 
         The next update's state always fits in the end, because state comes in the order of updates.
         Once all leaving state has left, the place holds only parts of the next update's state.
@@ -131,8 +131,8 @@ class _Round:
                 for row in visit.outs:
                     yield _Copy(k, k, row)
                 leaving.extend((k, row) for row in visit.frees())
-                # Fetched buffers that the update only reads end with it. Buffers that it makes are
-                # new. Buffers that it overwrites stay.
+                # Fetched buffers that the update only reads end with it. Buffers that it makes take
+                # room. Buffers that it overwrites stay.
                 room += total(visit.fetched - visit.written)
                 room -= total(visit.written - visit.fetched)
             while coming:
@@ -185,7 +185,7 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
         for copy in updates.copies(buffers):
             at = updates.position(copy.after)
             row = copy.row
-            # If a layer has just moved, its state is fetched only after it has reached the new
+            # The state of a layer that has just moved is fetched only after it has reached its new
             # host.
             is_fetch = KINDS[row.kind].link is CopyLink.FROM_HOST
             if is_fetch and written.get(row.reads[0], at) > at:

@@ -1,4 +1,4 @@
-"""DAPPLE's planner for straight pipelines: the least latency of a step, by a pivot stage.
+"""DAPPLE's planner for one device per stage: finds the least latency of a step by a pivot stage.
 
 Paper: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP
 2021, section IV. Here each stage has one device; `dapple_replicas.py` plans stages with several.
@@ -88,7 +88,7 @@ def dapple(problem: Problem) -> Decision:
             onward_s = _finite(kept.comm_s(m)[:, -1])
             way += [onward_s, rest_s]
         # Without all-reduces, T_w + T_e is the sum of F_s + B_s for s <= Q. So L depends only on
-        # these sums, and all seconds may count as backward.
+        # F_s + B_s, and all seconds may count as backward.
         phases = [Phases(0.0, seconds) for seconds in way]
         latency = latency_s(phases, problem.microbatches)
         begin = np.where(fits, latency, np.inf).argmin(0)
@@ -125,7 +125,7 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     >>> latency_s([light, Phases(0.5, 0.5), heavy], 4)
     40.0
 
-    The backwards of earlier stages hide an all-reduce, except for that of the first stage:
+    Backwards of earlier stages hide an all-reduce. Nothing hides that of the first stage:
 
     >>> reducing = light._replace(reduce_s=2.0)
     >>> latency_s([light, reducing], 4), latency_s([reducing, light], 4)

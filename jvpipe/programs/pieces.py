@@ -1,10 +1,10 @@
 """The pieces that an optimizer is cut into, and the slots that name the arrays between them.
 
-An update takes turns: all layers run, then a global program that combines what they send, then the
-layers again. Such a turn of the layers and the global program is a phase (`optimizer_pieces.py`
-has an example). A piece is what one layer, or the global program, runs in one phase. A slot is the
-name of an array that pieces read or write. Small values that a layer and the global program send
-each other are packed into one vector per phase.
+In an update, layers and a global program take turns: all layers run, then the program combines what
+they send, then the layers run again. One turn of each is a phase (`optimizer_pieces.py` has an
+example). A piece is what one layer, or the global program, runs in one phase. A slot is the name of
+an array that pieces read or write. Small values that a layer and the global program send each other
+in a phase are packed into one vector per direction and dtype.
 """
 
 import itertools
@@ -163,14 +163,14 @@ class Part:
 
     @property
     def _content(self) -> Hashable:
-        """A value that is equal for parts whose programs differ only in the names of variables."""
+        """A value that is equal only for parts whose programs are equal up to variable names."""
         packed = [self.vectors[slot] for slot in self.sent]
         outputs: list[Atom] = [v for variables in packed for v in variables]
         outputs += [atom for atom, _ in self.yielded]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
         inputs = [*self.read, *constants]
-        # For each variable: the position of the argument that contains it, and its span there.
+        # For each variable: its argument and, in a vector, where it begins and the vector's length.
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = []
         for var, slot in self.read.items():
@@ -261,9 +261,9 @@ def _donated(
 ) -> tuple[int, ...]:
     """Returns the positions of the arrays that results can overwrite.
 
-    First come parameters and state that the piece also writes, then gradient accumulators. An array
-    is donated only if a result of its shape and type is left to overwrite it, because JAX warns
-    about donated arrays that no result overwrites.
+    An array is donated only if a result of its shape and type is left to overwrite it, because JAX
+    warns about donated arrays that no result overwrites. Parameters and state that the piece also
+    writes are preferred to gradient accumulators.
     """
     results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     again, sums = [], []

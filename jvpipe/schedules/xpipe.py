@@ -1,10 +1,10 @@
 """XPipe (arXiv:1911.04610): forwards read the weights that their backwards are expected to find.
 
 The order of tasks is that of PipeDream. w[n] are the weights after n updates. F<m> reads the
-prediction w[c] + d u. Here c is the newest version, d = m - c is the number of updates until B<m>,
-and u is what the last update added to the weights, whatever the optimizer (zero before the first
-update). B<m> reads w[m]. In the paper u is Adam's step, predicted for a whole batch from its first
-micro-batch.
+prediction w[c] + d u. Here c is the newest version, d is the number of updates until B<m>, and u is
+what the last update added to the weights, whatever the optimizer (zero before the first update).
+B<m> reads w[c + d]. In the paper, u is Adam's step, and the prediction that is made for the first
+micro-batch of a batch serves all of the batch.
 
 Forwards that are recomputed for a backward read the backward's weights. A parameter that several
 stages read is not predicted: a backward reads the version that its forward has read. This version

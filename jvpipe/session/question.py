@@ -1,4 +1,4 @@
-"""The input of planners for absent hardware: a model's shapes and the pipeline for it."""
+"""What problems for absent hardware are made from: a model's shapes, and its pipeline."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -47,7 +47,7 @@ class Question(Training):
     Args:
         params: arrays, or shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or shapes.
-        stages: how many devices a micro-batch passes; a device may run several stages.
+        stages: the number of devices; under some schedules, each of them runs several stages.
         model_state: arrays or shapes, if the loss has a model state.
         said: the bytes of programs that the hardware's compiler has reported so far.
         remembered: the traces, optimizer cutters and costs so far, shared by copies of the
@@ -77,8 +77,8 @@ class Question(Training):
 
         Args:
             examples: how many examples to trace with; None stands for a micro-batch's number.
-            present: the model as traced with another number of examples, whose cuts into layers are
-                used; None to find cuts.
+            present: a trace with another number of examples, from which the cuts into layers are
+                taken over; None to find cuts.
         """
         # `present` is a trace that this question keeps, so no other object gets its id.
         key = "trace", self.microbatches, examples, id(present)
@@ -137,7 +137,7 @@ class Question(Training):
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
     ) -> list[Slowness]:
-        """Returns, for each device, how many times longer than the first it takes for each layer.
+        """Returns each device's seconds per layer, divided by those of the first device.
 
         The entry of a device that is as fast as the first is empty.
 
@@ -188,7 +188,7 @@ class Question(Training):
 
         Args:
             cluster: the hardware; its first devices are used.
-            memory_limit: bytes, for all devices or for each; unless given, all that devices have.
+            memory_limit: bytes per device, as one number or one for each; by default, all it has.
             splits: the places at which layers are cut in two, as `Plan.splits` has them.
         """
         check_devices(self.stages, cluster)
@@ -225,7 +225,7 @@ class Question(Training):
             cluster: the hardware; its first devices are used.
             devices: how many devices are used.
             pins: the parts of the shape that the user gives.
-            memory_limit: bytes, for all devices or for each; unless given, all that devices have.
+            memory_limit: bytes per device, as one number or one for each; by default, all it has.
         """
         limits = limits_on(cluster, memory_limit, devices)
         batch = jax.tree.leaves(self.batch)[0].shape[0]
@@ -266,7 +266,7 @@ def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]
 
     Args:
         cluster: the hardware.
-        limits: bytes, for all devices or for each; None stands for all memory of the devices.
+        limits: bytes per device, as one number or one for each; None stands for all it has.
         devices: how many devices are used.
     """
     used = cluster.accelerators[:devices]
@@ -274,7 +274,9 @@ def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
-    """Returns a problem with a cluster's links, or its network if stages are on several machines.
+    """Returns a problem with a cluster's links.
+
+    If the devices are on several machines, all links between devices are those of the network.
 
     Args:
         problem: the problem, with any links.
@@ -298,7 +300,7 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 
 
 def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
-    """Returns, for each device, how many times longer it takes for each layer than a profile says.
+    """Returns each device's seconds per layer, divided by those in a profile.
 
     The profile is assumed to be of the cluster's first device. The entry of an equally fast device
     is empty.
@@ -393,8 +395,8 @@ def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the numbers of examples at which layers are traced, besides a micro-batch's.
 
     The first number is each device's examples if all devices are replicas of one stage, but at
-    least 2. The others are the fewest that a device can get: 1, or 2 if the loss has other
-    operations for a single example.
+    least 2. The others are the fewest that a device can get: 1, and then 2, for losses that have
+    other operations for a single example.
 
     Args:
         examples: how many a micro-batch has.

@@ -1,4 +1,4 @@
-"""Makes the slices of the batch and the seeds that micro-batches read from the host."""
+"""Makes what micro-batches read from the host: slices of the batch, and seeds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ Tree = Any
 def feeds_of(
     batch: Tree, words: np.ndarray | None, step: int, microbatches: int
 ) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
-    """Returns what each micro-batch of a step reads from the host, by (kind, index).
+    """Returns what each micro-batch reads from the host, by ("batch", leaf) or ("seed", 0).
 
     Leaves without values (only shapes) are left out. Each micro-batch's seed consists of the key's
     words, the step and the micro-batch's number, so random values do not depend on the plan.
@@ -34,7 +34,7 @@ def feeds_of(
             continue
         if isinstance(leaf, Tracer):
             abstract(batch, "batch leaf")  # raises an error that names the traced leaf
-        # The leaf is converted on the host to the type that it has on a device.
+        # The leaf gets the type that it has on a device.
         leaf = _feedable(leaf)
         size = leaf.shape[0] // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
@@ -47,7 +47,7 @@ def feeds_of(
 def _feedable(leaf: Any) -> Any:
     """Returns a leaf of the batch as an array with the type that it has on a device.
 
-    Random keys and types smaller than a byte stay JAX arrays: NumPy has no keys, and programs
+    Random keys and types smaller than a byte become JAX arrays: NumPy has no keys, and programs
     that are compiled ahead of time take such small types only from JAX's own arrays.
     """
     if isinstance(leaf, LazyArray):

@@ -5,10 +5,10 @@ entry of the ledger. It says that a forward or backward of a layer read a versio
 or that an update after a micro-batch made a version. `jvpipe.replay` computes a run again from this
 ledger, on one device and in another order, with bitwise identical results.
 
-A stream (a run whose pipeline is not emptied between steps) repeats one step from some step on. The
-ledger keeps the uses of this step only once, with micro-batches and versions that count from the
-start of the step. For each repetition it keeps two numbers: what to add to the micro-batches, and
-what to add to the versions.
+In a stream, whose pipeline is not emptied between steps, all steps are alike after the first few.
+The ledger keeps the uses of such a step only once, with micro-batches and versions that count from
+the start of the step. For each repetition it keeps two numbers: what to add to the micro-batches,
+and what to add to the versions.
 """
 
 from bisect import bisect_left
@@ -52,8 +52,8 @@ class VersionLedger:
     Attributes:
         complete: whether the ledger goes back to the start of the run. After a change of the model,
             or in a run that was resumed from a checkpoint, it may begin later. A checkpoint of a
-            stream with micro-batches in flight has the newest uses (`to_json`). A run resumed from
-            it begins with these.
+            stream with micro-batches in flight has the newest uses (`to_json`), with which the
+            ledger begins after a resume.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -132,9 +132,9 @@ class VersionLedger:
     def _newest(self, layers: int) -> tuple[dict[int, int], int]:
         """Finds the staleness of each layer's last update, and how far back it had to look for it.
 
-        Every step may call this method, so it reads the ledger from the end. It stops after the
-        step in which it has found, for `layers` layers, the last update and the forward of the same
-        micro-batch. So its cost does not grow with the length of the run.
+        Every step may call this method, so it reads the ledger from the end. It stops
+        after the step in which it has found, for each of `layers` layers, the last update and the
+        forward of that update's micro-batch. So its cost does not grow with the length of the run.
 
         Args:
             layers: how many layers have an update.
@@ -164,9 +164,9 @@ class VersionLedger:
     def to_json(self) -> Any:
         """Returns the newest uses, for a checkpoint.
 
-        Each layer's last update came after some micro-batch. The saved steps begin with the one
-        that has the oldest forward of these micro-batches. Micro-batches in flight have later
-        forwards, so their uses are saved, too. So the staleness of later steps can be found.
+        The staleness of a layer's last update needs the forward of that update's micro-batch. So
+        the saved steps begin with the oldest of these forwards. Micro-batches in flight have later
+        forwards, so their uses are saved, too, and the staleness of later steps can be found.
         """
         since = self._since()
         runs: list[list[Any] | None] = []
