@@ -225,9 +225,16 @@ def _check_state(old: Tree, new: Tree) -> None:
 
 
 def _check_effects(closed: ClosedJaxpr) -> None:
-    """Checks that a loss has no calls to the host that must run exactly once, or in order."""
+    """Checks that a loss makes no mutable array, and calls no host code that must run exactly once
+    or in order.
+    """
     for eqn in jaxprs.every(closed.jaxpr.eqns):
         name = eqn.primitive.name
+        if name == "new_ref":
+            raise ValueError(
+                f"the loss makes a mutable array (jax.new_ref), {_jax.aval(eqn.outvars[0])}, which "
+                "cannot be cut into layers: use plain arrays, such as x = x.at[i].set(y)"
+            )
         if name == "io_callback" or (name in jaxprs.DEBUGGING and _jax.is_ordered(eqn)):
             raise ValueError(
                 f"the loss calls {name.replace('debug_', 'an ordered jax.debug.')}, which must run "

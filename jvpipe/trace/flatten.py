@@ -43,7 +43,8 @@ def flatten(
             the result. If False, they are replaced by their bodies, too.
 
     Raises:
-        ValueError: the function closes over a tracer, a value of an earlier trace.
+        ValueError: the function closes over a tracer, a value of an earlier trace, or over a
+            mutable array.
 
     >>> import jax, jax.numpy as jnp
     >>> closed = flatten(jax.jit(lambda x: jax.jit(jnp.sin)(x) + 1.0), 1.0)
@@ -58,4 +59,10 @@ def flatten(
             "is no longer valid (jax.grad(jax.jit(loss)) fails, too): pass the value as an "
             "argument, or make it with NumPy"
         )
+    for x in traced.consts:
+        if isinstance(x, jax.Ref):
+            raise ValueError(
+                f"the loss closes over a mutable array (jax.new_ref), {jax.typeof(x)}: carry its "
+                "value as model state, with has_state=True"
+            )
     return inlined(traced, calls)

@@ -155,3 +155,35 @@ def test_effects_that_have_no_place_are_refused_when_tracing(call: Any, named: s
         match=f"the loss calls {named}, .*: use jax.debug.callback .*or return the values",
     ):
         pipe.init(PARAMS[:2], BATCH, None)
+
+
+OUTSIDE = jax.new_ref(jnp.zeros(()))
+
+
+def adding(ref: Any, x: jax.Array) -> jax.Array:
+    """Adds the mean of `x` to a mutable array, and returns the sum."""
+    ref[...] = ref[...] + jnp.mean(x)
+    return ref[...]
+
+
+@pytest.mark.parametrize(
+    ("adds", "message"),
+    [
+        (
+            lambda x: adding(jax.new_ref(jnp.zeros(())), x),
+            r"the loss makes a mutable array .*float32\[\].*: use plain arrays",
+        ),
+        (
+            lambda x: adding(OUTSIDE, x),
+            r"the loss closes over a mutable array .*float32\[\].*: carry its value as model state",
+        ),
+    ],
+)
+def test_mutable_arrays_are_refused_when_tracing(adds: Any, message: str) -> None:
+    def loss_fn(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x = jnp.tanh(batch @ params[0])
+        return jnp.mean(x @ params[1]) + jax.jit(adds)(x)
+
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), microbatches=MICRO)
+    with pytest.raises(ValueError, match=message):
+        pipe.init(PARAMS[:2], BATCH, None)
