@@ -102,9 +102,6 @@ PARTS: dict[str, Switch] = {
     "list scheduling, eager forwards": without(
         order_search, "Listing", NoOrder.where(lambda *_, eager, **__: eager)
     ),
-    "list scheduling, patience": without(
-        order_search, "Listing", NoOrder.where(lambda *args, **_: args[2] > 0)
-    ),
     "list scheduling, caps": order_effort(caps=()),
     "orders in rounds": without(order_search, "in_rounds", nothing),
     "late by bytes": without_family("late by bytes"),

@@ -81,6 +81,8 @@ class TaskGraph:
                 last[r] = i
         # `_before` has the tasks that a task waits for, `_after` those that wait for it.
         self._after = _turned(self._before)
+        self._missing = [len(needs) for needs in self._before]
+        self._first = [i for i, count in enumerate(self._missing) if not count]
         self._order = self._sorted()
         if len(self._order) < len(occupies):
             raise self._stuck(name)
@@ -117,14 +119,12 @@ class TaskGraph:
         than the head did, and the head is served first.
         """
         starts = [0.0] * len(seconds)
-        missing = [len(needs) for needs in self._before]  # how many tasks each still waits for
+        missing = self._missing.copy()  # how many tasks each still waits for
         free = [0.0] * self.resources
         after, queues = self._after, self._queues
         queue: list[tuple[float, int]] = []  # the time when a task became ready, and its number
         now: list[int] = []
-        for i, count in enumerate(missing):
-            if count:
-                continue
+        for i in self._first:
             if queues[i] and seconds[i]:
                 queue.append((0.0, i))
             else:
@@ -204,8 +204,8 @@ class TaskGraph:
 
         Tasks in a circle, and tasks that wait for them, are left out.
         """
-        missing = [len(needs) for needs in self._before]
-        order = [i for i, count in enumerate(missing) if not count]
+        missing = self._missing.copy()
+        order = self._first.copy()
         for i in order:  # the list grows in the loop
             for j in self._after[i]:
                 missing[j] -= 1

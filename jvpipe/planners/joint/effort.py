@@ -126,7 +126,6 @@ class OrderEffort:
         caps: list scheduling is given room on each device for this many micro-batches, times the
             number of devices. Under a limit, only rooms below the real one are tried, and then the
             real one.
-        patiences: of list scheduling (`order_list.py`).
         simulated: how many refined orders are simulated.
         crowded: how many further candidates are simulated if transfers share links. The times of
             `order_course.py` do not count that such transfers wait for each other.
@@ -148,7 +147,6 @@ class OrderEffort:
     all_cuts: int = 100
     in_flight: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
     caps: tuple[float, ...] = (1.5, 2.0, 3.0)
-    patiences: tuple[float, ...] = (0.0, 1.0)
     simulated: int = 3
     crowded: int = 24
     polished: int = 16

@@ -15,8 +15,7 @@ backward runs whole only if what its I hands to its W would not fit, and no earl
 could make room.
 
 Tasks are listed as they run, so devices that follow the lists never wait for each other in a
-circle. The caller may vary the rules: `eager` puts forwards first, and with `patience` a W may
-delay the next task.
+circle. With `eager`, forwards come before backwards.
 
 This file counts the times of a task when it adds the task to a list. `order_course.py` counts the
 times of a complete order. A test compares the two (tests/planners/joint/test_order_list.py).
@@ -73,7 +72,6 @@ class Listing:
         self,
         loads: Loads,
         cap_bytes: Sequence[float],
-        patience: float,
         *,
         eager: bool = False,
         in_flight: Sequence[int] = (),
@@ -83,12 +81,10 @@ class Listing:
         Args:
             loads: of the plan's stages.
             cap_bytes: for each device, the bytes that micro-batches in flight may hold.
-            patience: for how long a W may delay the next task, as a share of the seconds of W.
             eager: whether a forward that is ready comes before a backward that is ready.
             in_flight: the most micro-batches in flight on each stage; empty: as many as fit.
         """
         self.loads = loads
-        self.patience = patience
         self.eager = eager
         stages = len(loads.places)
         self.most = in_flight or [loads.microbatches] * stages
@@ -128,12 +124,11 @@ class Listing:
         if forward:
             self._run(now, d, Kind.F, *forward)
             return
-        # No forward and no backward is ready. A W may fill the gap until `following`, or end later
-        # by no more than `patience` allows.
+        # No forward and no backward is ready. A W may fill the gap until `following`.
         if device.late:
             s, _ = device.late[0]
-            impatient_s = (1 - self.patience) * self.loads.seconds[Kind.W][s]
-            if following == NEVER or now + impatient_s <= following:
+            end = now + self.loads.seconds[Kind.W][s]
+            if end <= following:
                 self._run(now, d, Kind.W, *device.late.popleft())
                 return
         if following < NEVER:

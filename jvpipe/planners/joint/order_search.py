@@ -307,8 +307,8 @@ def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[Ruled
     if limited:
         rooms.append(loads.room_bytes)
     for room in rooms:
-        for patience, eager in product(ORDER.patiences, (False, True)):
-            listing = Listing(loads, room, patience, eager=eager, in_flight=in_flight)
+        for eager in (False, True):
+            listing = Listing(loads, room, eager=eager, in_flight=in_flight)
             if listing.order is not None:
                 yield from fitting(plain, listing.order, f"{name}, listed")
     if in_flight:

@@ -41,7 +41,7 @@ def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: 
             problem, memory_limit_bytes=int(times * evaluate_decision(problem, decision).peak_bytes)
         )
         loads = Loads.of(problem, decision)
-        order = Listing(loads, loads.room_bytes, 0.0).order
+        order = Listing(loads, loads.room_bytes).order
         assert order is not None
         own = replace(problem, schedule=given_lists(order))
         limit = problem.memory_limit_bytes or 0
