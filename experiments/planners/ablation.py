@@ -112,7 +112,6 @@ PARTS: dict[str, Switch] = {
     "all cuts where they are few": order_effort(all_cuts=0),
     "bounds moved in orders": without(order_refine, "_moved", lambda _: []),
     "bounds of rules moved": effort(rules_moved=0),
-    "a climb within less room": effort(attempts=1),
     "plans of 1F1B": without(order_search, "_own_rivals", nothing),
     "eager 1F1B": without(order_search, "_eager_may_win", lambda *_: False),
     "orders for plans of 1F1B": without(order_search, "_from_rival", nothing),

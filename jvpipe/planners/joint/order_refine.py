@@ -48,8 +48,6 @@ class RefineEffort:
         left: how many plans have their bounds moved in step 4.
         climbed_tasks: how many tasks each climb may time, over all candidates that it starts from.
         moves: the most moves from one candidate in a climb.
-        attempts: how many times a climb is run at most, each time with less room, until its result
-            fits.
     """
 
     near: float = 1.15
@@ -60,7 +58,6 @@ class RefineEffort:
     left: int = 6
     climbed_tasks: int = 300_000
     moves: int = 150
-    attempts: int = 3
 
 
 EFFORT = RefineEffort()
@@ -143,23 +140,19 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
-    """Climbs from a candidate; returns the candidate itself if no result fits."""
-    rooms = one.loads.rooms_bytes(one.order)
-    # The climb works with the room for micro-batches in flight under the candidate's own order. Its
-    # result may have less room, because a stage may hold more values that arrive before its forward
-    # (`Loads.early`). If the result exceeds its room, the excess is subtracted from the climb's
-    # room, and the climb is repeated.
-    for _ in range(EFFORT.attempts):
-        order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
-        if order == one.order:
-            return one
-        over = one.loads.over_bytes(order)
-        if max(over) <= 0:
-            return replace(
-                one,
-                order=order,
-                family=one.family.removesuffix(CLIMBED) + CLIMBED,
-                step_s=Course(one.loads, order).step_s,
-            )
-        rooms = [room - max(0.0, more) for room, more in zip(rooms, over, strict=True)]
-    return one
+    """Climbs from a candidate; returns the candidate itself if the result does not fit.
+
+    The climb works with the room for micro-batches in flight under the candidate's own order. Its
+    result may have less room, because a stage may hold more values that arrive before its forward
+    (`Loads.early`).
+    """
+    room_bytes = tuple(one.loads.rooms_bytes(one.order))
+    order = climbed(replace(one.loads, room_bytes=room_bytes), one.order, moves)
+    if order == one.order or not one.loads.fits(order):
+        return one
+    return replace(
+        one,
+        order=order,
+        family=one.family.removesuffix(CLIMBED) + CLIMBED,
+        step_s=Course(one.loads, order).step_s,
+    )
