@@ -312,8 +312,8 @@ def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -
     The body of a scan counts once per round. The bodies of a while loop count once, because
     the number of rounds is unknown. The longest branch of a cond counts, the others do not.
     """
-    body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
+    body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device), 0.0) for body in bodies]
     if eqn.primitive.name == "cond":
         return max(body_seconds)
     times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    return sum(body_seconds) * times
+    return sum(body_seconds, 0.0) * times
