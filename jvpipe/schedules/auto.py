@@ -1,7 +1,7 @@
 """The schedule "auto", whose task lists a planner finds; plans hold these lists as text."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 
 from jvpipe.ir.task import Task, TaskLists, text
@@ -31,6 +31,14 @@ class GivenLists:
     """The lists of a plan, one per device, for a fixed number of micro-batches."""
 
     lists: TaskLists
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.lists)
+
+    def __hash__(self) -> int:
+        """Returns the hash of the lists, which is computed once: caches ask for it very often."""
+        return self._hash
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Returns the lists; raises ValueError if they are for other devices or micro-batches."""
