@@ -380,7 +380,7 @@ def expect(message: str, **kwargs: Any) -> Any:
         ({"stages": jvpipe.Plan.from_cuts([3, 2])}, r"the plan lacks layers \[5\]"),
         (
             {"stages": jvpipe.Plan.from_cuts([3, 3], [0, 9])},
-            "stage 1 is on device 9, but there are only 8 devices",
+            "stage 1 is on device 9, but the devices here are 0 to 7",
         ),
     ],
 )
