@@ -389,6 +389,14 @@ def test_arguments_that_cannot_be_are_refused(kwargs: dict[str, Any], message: s
         pipeline(**kwargs).init(PARAMS, batch(), None)
 
 
+def test_a_pipeline_needs_a_compiler() -> None:
+    with (
+        jax.disable_jit(),
+        pytest.raises(ValueError, match=r"jax_disable_jit is True, .*: set it to False"),
+    ):
+        pipeline().init(PARAMS, batch(), None)
+
+
 def test_losses_that_cannot_be_trained_are_refused() -> None:
     def refuse(loss: Any, message: str, params: Any = PARAMS) -> None:
         with pytest.raises(ValueError, match=message):
