@@ -28,7 +28,7 @@ Tree = Any
 def _check_given(
     params: Tree, rng: jax.Array | None, model_state: Tree, *, has_state: bool
 ) -> None:
-    """Raises ValueError for arguments of `init` that cannot be used.
+    """Raises ValueError for arguments of `init` that cannot be used, or if JAX compiles nothing.
 
     Args:
         params: the parameters, as the user gave them.
@@ -36,6 +36,12 @@ def _check_given(
         model_state: the model state, as the user gave it.
         has_state: whether the loss has a model state.
     """
+    config: Any = jax.config  # its flags have no types
+    if is_off := config.jax_disable_jit:
+        raise ValueError(
+            f"jax_disable_jit is {is_off}, but a pipeline runs compiled programs: set it to False "
+            "(JAX_DISABLE_JIT=0), and to debug the loss, call it without a pipeline"
+        )
     if rng is not None:
         check_key(rng)
     check_arrays(params, "parameter")

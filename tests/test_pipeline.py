@@ -380,13 +380,21 @@ def expect(message: str, **kwargs: Any) -> Any:
         ({"stages": jvpipe.Plan.from_cuts([3, 2])}, r"the plan lacks layers \[5\]"),
         (
             {"stages": jvpipe.Plan.from_cuts([3, 3], [0, 9])},
-            "stage 1 is on device 9, but there are only 8 devices",
+            "stage 1 is on device 9, but the devices here are 0 to 7",
         ),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline(**kwargs).init(PARAMS, batch(), None)
+
+
+def test_a_pipeline_needs_a_compiler() -> None:
+    with (
+        jax.disable_jit(),
+        pytest.raises(ValueError, match=r"jax_disable_jit is True, .*: set it to False"),
+    ):
+        pipeline().init(PARAMS, batch(), None)
 
 
 def test_losses_that_cannot_be_trained_are_refused() -> None:

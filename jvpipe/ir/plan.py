@@ -287,8 +287,8 @@ class Plan:
                 raise ValueError(f"stage {s} needs at least one layer and one device: {stage}")
             if missing := [device for device in stage.devices if device not in range(devices)]:
                 raise ValueError(
-                    f"stage {s} is on device {missing[0]}, but there are only {devices} devices: "
-                    "their numbers begin at 0"
+                    f"stage {s} is on device {missing[0]}, but the devices here are 0 to "
+                    f"{devices - 1}: put it on one of these, or name more in Pipeline(devices=...)"
                 )
             _check_fates(f"stage {s}", stage.fates, list(FATES))
             _check_fates(f"the optimizer's state of stage {s}", stage.state_fates, STATE_FATES)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jvpipe._jax import Var
 from jvpipe.ir.buffers import HOST, Buffer
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan, Stage
@@ -37,8 +38,11 @@ from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, wi
 from jvpipe.schedules import find_schedule
 from jvpipe.session.engine import Engine, Metrics
 from jvpipe.trace.batches import micro_batch_shapes, shapes_of
-from jvpipe.trace.leaves import check_leaves
+from jvpipe.trace.keys import is_key
+from jvpipe.trace.leaves import check_leaves, named_leaves
+from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.model import trace_model
+from jvpipe.util.brief import brief
 from jvpipe.util.devices import is_own
 
 Tree = Any
@@ -205,14 +209,15 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         """Returns the sum of the function's values as the loss, and the values as aux.
 
         Tracing drops everything on which the loss does not depend. The sum depends on all values.
+        It has no gradient, so the function may have loops that cannot be differentiated.
         """
         *model_state, batch, _ = rest
         values = function(params, *model_state, batch)
-        check_leaves(values, "leaf of the prediction")
-        leaves = jax.tree.leaves(values)
+        _check_values(values)
         total: Any = 0.0
-        for leaf in leaves:
+        for leaf in jax.tree.leaves(values):
             total = total + jnp.sum(jnp.real(leaf).astype(jnp.float32))
+        total = jax.lax.stop_gradient(total)
         return (total, *model_state, values) if settings.has_state else (total, values)
 
     with phase("tracing and cutting the function"):
@@ -227,7 +232,9 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
             has_state=settings.has_state,
             sharding=settings.sharding,
             reductions=_LAST,
+            is_trained=False,
         )
+    _check_reads(model.traced.loss)
     # Only forwards of one micro-batch run, so any schedule will do, and the optimizer is empty.
     return CompiledPlan(
         model.traced,
@@ -239,6 +246,29 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         session.store,
         hosts=settings.hosts,
     )
+
+
+def _check_values(values: Tree) -> None:
+    """Raises ValueError unless a function returns arrays that a device can hold, and no keys."""
+    check_leaves(values, "leaf of the prediction")
+    leaves = jax.tree_util.tree_leaves_with_path(values)
+    if not leaves:
+        raise ValueError(f"the function returns no arrays, it returns {brief(values)}")
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            named = named_leaves(path, "leaf of the prediction")
+            raise ValueError(f"{named} is a key: return jax.random.key_data(key)")
+
+
+def _check_reads(loss: LossJaxpr) -> None:
+    """Raises ValueError if a function reads no parameter."""
+    read = {v for eqn in loss.eqns for v in eqn.invars if isinstance(v, Var)}
+    parameters = loss.inputs_of(ValueKind.PARAMETER)
+    if read.isdisjoint(parameters):
+        raise ValueError(
+            f"the function depends on no parameter, of {len(parameters)} arrays: call it without "
+            "the pipeline"
+        )
 
 
 def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:

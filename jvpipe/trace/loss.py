@@ -101,6 +101,7 @@ def trace_loss(
     has_aux: bool = False,
     has_state: bool = False,
     reductions: Reductions = Reductions(),  # noqa: B008 - it is frozen
+    is_trained: bool = True,
 ) -> LossJaxpr:
     """Traces `loss_fn` at the shapes of one micro-batch.
 
@@ -113,6 +114,7 @@ def trace_loss(
         has_aux: whether the loss returns aux besides its value.
         has_state: whether the loss takes the model state and returns a new one.
         reductions: the user's choice of how leaves of aux and of the model state are reduced.
+        is_trained: whether the loss has to have a gradient for at least one parameter.
 
     Raises:
         ValueError: the loss is not a real scalar or depends on no parameter, or a reduction does
@@ -125,23 +127,18 @@ def trace_loss(
     check_modules(params)
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
-    flat = FlatLoss(
-        loss_fn,
-        None if key is None else key.micro_batch_key,
-        has_aux=has_aux,
-        has_state=has_state,
-    )
+    key_of = None if key is None else key.micro_batch_key
+    flat = FlatLoss(loss_fn, key_of, has_aux=has_aux, has_state=has_state)
     closed, loss_tree, aux_tree = flat.traced(params, state, batch, seed)
-    traced = _labeled(
-        closed,
-        loss_tree,
-        aux_tree,
-        names,
-        seed,
-        reductions,
-    )
-    _check_dependence(traced)
-    returns: Any = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
+    traced = _labeled(closed, loss_tree, aux_tree, names, seed, reductions)
+    if is_trained:
+        _check_dependence(traced)
+    returns: Any = {
+        "has_aux": has_aux,
+        "has_state": has_state,
+        "reductions": reductions,
+        "is_trained": is_trained,
+    }
 
     @functools.cache  # called often, for the few sizes of the replicas' slices
     def of_size(examples: int) -> LossJaxpr:

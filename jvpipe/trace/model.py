@@ -51,6 +51,7 @@ def trace_model(
     reductions: Reductions = Reductions(),  # noqa: B008 - it is frozen
     deferred_over: int = 1,
     whole_layers: bool = False,
+    is_trained: bool = True,
 ) -> Model:
     """Traces a loss at the shapes of a micro-batch, and cuts it into layers.
 
@@ -72,6 +73,7 @@ def trace_model(
         deferred_over: k if the running statistics of batch norms change once in k micro-batches,
             at the last of the k; 1 if they change in every micro-batch.
         whole_layers: whether layers are recomputed by their own forward programs.
+        is_trained: whether the loss has to have a gradient for at least one parameter.
 
     Raises:
         ValueError: `sharding` does not fit the parameters, or a layer would read other parameters
@@ -79,14 +81,9 @@ def trace_model(
     """
     # The specs are made first, because the slices of stacks replace `params` below.
     specs = {} if sharding is None else _specs(sharding, params)
+    kinds: Any = {"has_aux": has_aux, "has_state": has_state, "is_trained": is_trained}
     trace = partial(
-        trace_loss,
-        batch=micro_batch,
-        rng=rng,
-        state=model_state,
-        has_aux=has_aux,
-        has_state=has_state,
-        reductions=reductions,
+        trace_loss, batch=micro_batch, rng=rng, state=model_state, reductions=reductions, **kinds
     )
     loss, stacks, params = _of_layers(trace, loss_fn, params, stacks)
     loss = replace(deferred(loss, deferred_over), whole_layers=whole_layers)

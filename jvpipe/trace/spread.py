@@ -71,8 +71,8 @@ _IN_FIRST = {
     Beside.FIRST_LEFT: Beside.FIRST_LEFT,
     Beside.FIRST_RIGHT: Beside.FIRST_RIGHT,
 }
-"""For values that model state depends on: only the first slice adds an operand to a sum, so that
-counters stay exact.
+"""For values that model state depends on: only the first slice adds an operand that depends on no
+example to a sum, so that counters stay exact.
 """
 
 
@@ -314,7 +314,10 @@ class Spreading:
         # Slices change only the equations of the loss itself, and not those inside loops and calls.
         if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
-        self.amended[id(eqn)] = _IN_FIRST[lies.beside] if is_remembered else lies.beside
+        # A mean differs between slices, so each slice adds its share of it.
+        is_left = lies.beside in (Beside.LEFT, Beside.FIRST_LEFT)
+        in_first = is_remembered and ins[0 if is_left else 1].over is Over.NONE
+        self.amended[id(eqn)] = _IN_FIRST[lies.beside] if in_first else lies.beside
         return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:

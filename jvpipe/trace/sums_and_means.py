@@ -27,8 +27,10 @@ refused. But a rule that mistakes another value for a sum or a mean gives wrong 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Literal, Var
@@ -274,15 +276,28 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
     """Tells whether an equation rounds, so that slices' results do not add up to the whole's."""
-    is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
+    made = _jax.aval(eqn.outvars[0]).dtype
+    is_whole = not jnp.issubdtype(made, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":
-            is_bool = _jax.aval(eqn.outvars[0]).dtype == bool
-            return is_bool or (is_whole and not alike.is_whole(eqn.invars[0]))
+            is_bool = made == np.bool_
+            rounds = is_whole and not alike.is_whole(eqn.invars[0])
+            return is_bool or rounds or _widens_narrow(_jax.aval(eqn.invars[0]).dtype, made)
         case "div":
             return is_whole
         case _:
             return False
+
+
+def _widens_narrow(old: Any, new: Any) -> bool:
+    """Tells whether integers of 8 or 16 bits become wider: a sum that wraps around in them may wrap
+    in the micro-batch alone, and not in its slices.
+
+    >>> _widens_narrow(jnp.dtype("uint8"), jnp.dtype("float32"))
+    True
+    """
+    is_narrow = jnp.issubdtype(old, jnp.integer) and old.itemsize < 4
+    return is_narrow and not (jnp.issubdtype(new, jnp.integer) and new.itemsize <= old.itemsize)
 
 
 def guarded(

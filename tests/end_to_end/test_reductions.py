@@ -196,8 +196,8 @@ def rest(params: Tree, x: jax.Array) -> jax.Array:
 
 
 def counter(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Array, Tree]:
-    """Counters of examples, as floats and whole numbers, and of micro-batches; a key that moves
-    on.
+    """Counters of examples, as floats and whole numbers, and of micro-batches; a sum and a mean; a
+    key that moves on.
     """
     y = hidden(params, batch)
     new = {
@@ -205,6 +205,7 @@ def counter(params: Tree, s: Tree, batch: jax.Array, rng: Any) -> tuple[jax.Arra
         "whole": s["whole"] + batch.shape[0],
         "above": s["above"] + jnp.sum(y > 0, 0),
         "steps": s["steps"] + 1,
+        "both": 0.5 * s["both"] + jnp.sum(y, 0) + jnp.mean(y, 0),
         "key": jax.random.split(s["key"])[0],
     }
     return rest(params, y), new
@@ -257,6 +258,7 @@ STATES: dict[str, tuple[Callable[..., Any], Tree, dict[str, str]]] = {
             "whole": np.int32(5),
             "above": np.zeros(D, np.int32),
             "steps": np.int32(0),
+            "both": np.zeros(D, np.float32),
             "key": jax.random.key(2),
         },
         {},

@@ -114,10 +114,33 @@ def test_what_is_read_counts_against_the_limit_beside_all_that_lies_there() -> N
     np.testing.assert_allclose(pipe.predict(state, BATCH, function), expected, rtol=1e-6)
 
 
+def doubled_until_large(params: Any, x: jax.Array) -> jax.Array:
+    """A loop that no gradient can go back through."""
+    return jax.lax.while_loop(lambda x: jnp.max(jnp.abs(x)) < 100, lambda x: 2 * x, x @ params[0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda params, batch: jnp.argmax(batch["x"] @ params[0] @ params[1], -1),
+        lambda params, batch: [params[1] > 0, jnp.any(params[0] > 1)],
+        lambda params, batch: doubled_until_large(params, batch["x"]),
+    ],
+)
+def test_a_function_needs_no_gradient(function: Any) -> None:
+    pipe, state = begun()
+    found = pipe.predict(state, BATCH, function)
+    assert_near(found, jax.jit(function)(pipe.params(state), BATCH))
+
+
 def test_what_is_no_function_of_the_parameters_is_refused() -> None:
     pipe, state = begun()
-    with pytest.raises(ValueError, match="depends on no parameter"):
+    with pytest.raises(ValueError, match="the function depends on no parameter"):
         pipe.predict(state, BATCH, lambda params, batch: jnp.ones(3))
+    with pytest.raises(ValueError, match="the function returns no arrays, it returns None"):
+        pipe.predict(state, BATCH, lambda params, batch: None)
+    with pytest.raises(ValueError, match=r"leaf of the prediction '1' is a key: return jax"):
+        pipe.predict(state, BATCH, lambda params, batch: (params[0], jax.random.key(0)))
     with pytest.raises(ValueError, match=r"function must be a function of \(params, batch\)"):
         pipe.predict(state, BATCH, 3)  # type: ignore[arg-type]
 

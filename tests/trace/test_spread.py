@@ -77,6 +77,11 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "a mean as a whole number": (lambda x: jnp.mean(x).astype(int), Over.MIXED),
     "a sum as a whole number": (lambda x: jnp.sum(x).astype(int), Over.MIXED),
     "a count as a whole number": (lambda x: count(x).astype(int), Over.SUM),
+    "a count of 8 bits": (lambda x: jnp.sum(x > 0, dtype=jnp.uint8), Over.SUM),
+    "a count of 8 bits, which may wrap, made wide": (
+        lambda x: jnp.sum(x > 0, dtype=jnp.uint8).astype(jnp.float32),
+        Over.MIXED,
+    ),
     "half of a count": (lambda x: jnp.sum(x > 0) // 2, Over.MIXED),
     "whether there is any": (lambda x: jnp.sum(x > 0).astype(bool), Over.MIXED),
     "sum over items, times items": (
