@@ -290,13 +290,15 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
 
 
 def _widens_narrow(old: Any, new: Any) -> bool:
-    """Tells whether integers of 8 or 16 bits become wider: a sum that wraps around in them may wrap
-    in the micro-batch alone, and not in its slices.
+    """Tells whether integers of 8 or 16 bits, or without a sign, become wider.
+
+    A sum that wraps around in them may wrap in the micro-batch alone, and not in its slices.
 
     >>> _widens_narrow(jnp.dtype("uint8"), jnp.dtype("float32"))
     True
     """
-    is_narrow = jnp.issubdtype(old, jnp.integer) and old.itemsize < 4
+    is_unsigned = jnp.issubdtype(old, jnp.unsignedinteger)
+    is_narrow = is_unsigned or (jnp.issubdtype(old, jnp.integer) and old.itemsize < 4)
     return is_narrow and not (jnp.issubdtype(new, jnp.integer) and new.itemsize <= old.itemsize)
 
 

@@ -78,6 +78,10 @@ FOUND: dict[str, tuple[Callable[[jax.Array], Any], Over]] = {
     "a sum as a whole number": (lambda x: jnp.sum(x).astype(int), Over.MIXED),
     "a count as a whole number": (lambda x: count(x).astype(int), Over.SUM),
     "a count of 8 bits": (lambda x: jnp.sum(x > 0, dtype=jnp.uint8), Over.SUM),
+    "a sum without a sign, which may wrap below zero, made wide": (
+        lambda x: jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32).astype(jnp.float32),
+        Over.MIXED,
+    ),
     "a count of 8 bits, which may wrap, made wide": (
         lambda x: jnp.sum(x > 0, dtype=jnp.uint8).astype(jnp.float32),
         Over.MIXED,
