@@ -10,7 +10,7 @@ model is as in the paper (`t5_published.py`).
     inputs ── embeddings ── encoder 0 ── ... ── encoder n ── read ──┬────────────┐
     tokens ── embeddings ─────────────────────────────────── decoder 0 ── ... ── n ── head
 
-All blocks of the decoder read `read`, so a cut in the decoder sends two arrays of [B, T, D].
+All decoder blocks need `read`, so a cut there sends it and their own array, both [B, T, D].
 """
 
 import dataclasses
@@ -80,10 +80,10 @@ class T5Config(TransformerConfig):
                 raise ValueError(
                     f"{field.name}={value} needs published=True: give both, or neither"
                 )
-        # Each direction has half of the classes, and half of these have one distance each.
+        # Encoder: a direction has half of the classes; half of these have one distance each.
         if self.buckets < 4:
             raise ValueError(f"buckets={self.buckets} must be at least 4")
-        # In the decoder, half of all classes have one distance each. The others are for longer ones.
+        # Decoder: half of all classes have one distance each, the others have longer distances.
         if self.distance <= self.buckets // 2:
             raise ValueError(
                 f"distance={self.distance} must be more than {self.buckets // 2}, half of "
@@ -97,7 +97,7 @@ class T5Config(TransformerConfig):
 
 class _DecoderConfig(T5Config):
     def bias(self, tokens: int) -> Float[Array, "H T T"]:
-        """Returns the bias of the encoder, but hides later tokens."""
+        """Returns the encoder's bias, with -inf for later tokens."""
         return looking_back(tokens) + distance_bias(self.heads, tokens)
 
 
@@ -117,7 +117,7 @@ class Embeddings(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
-        """Returns the vectors that a first block reads."""
+        """Returns what the first block of the encoder or of the decoder reads."""
         return dropped(self.dropout, self.tokens(tokens), key)
 
 

@@ -91,13 +91,13 @@ def _reason(path: str) -> str | None:
         if not file.parent.is_dir():
             return f"there is no folder {file.parent}: make it, or give another path"
         if file.exists() and not file.is_file():
-            return None  # opening a pipe or a device would have an effect at its other end
+            return None  # opening a pipe or a device could have an effect outside
         there = file.exists()
         # Opening the file also detects a read-only disk, which permissions do not show.
         with file.open("ab"):
             pass
         if not there:
-            file.resolve().unlink()  # removes the new file; a link to it stays
+            file.resolve().unlink()  # removes the file, not a link to it
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         return f"the file cannot be written ({cause}): give another path"
@@ -110,7 +110,7 @@ def _reason(path: str) -> str | None:
 def parameter_names(params: PyTree) -> dict[str, Any]:
     """Returns the leaves of a pytree by name: the path of each leaf, with dots between its keys.
 
-    All names are different. If dots in keys make two names equal, `path_names` escapes these dots.
+    All names are different. If dots in keys make two names equal, `path_names` escapes all keys.
 
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
@@ -142,7 +142,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:
-    """Writes arrays on the host to a `.safetensors` file, with the names of `parameter_names`.
+    """Writes host arrays to a `.safetensors` file, with the names of `parameter_names`.
 
     Raises:
         OSError: the file cannot be written. No part of it is left.
@@ -201,7 +201,7 @@ class Speech:
         self._opened.close()
 
     def doing(self, what: str) -> None:
-        """Sets the current activity, which a line on stdout names if nothing else happens for long."""
+        """Sets the current activity. After a long silence, a line on stdout names it."""
         if self._lines:
             self._lines.doing(what)
 
@@ -210,7 +210,7 @@ class Speech:
 
         Args:
             total: the number of the last step.
-            first: the number of finished steps.
+            first: how many steps are finished.
         """
         self._total = total
         self._display = TrainingDisplay(total, first, self._screen)

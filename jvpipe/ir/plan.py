@@ -91,8 +91,8 @@ class Plan:
         schedule: the name of the schedule that the plan was made for; None if it fits any.
         planner: the name of the planner that made the plan.
         keep_last: whether the last micro-batch of a step keeps all tensors, whatever their fates.
-        splits: the places, among the main equations of the model, at which traced layers are cut
-            in two. The stages count both parts as layers.
+        splits: the positions, among the model's main equations (`trace/sorted_equations.py`),
+            before which traced layers are cut in two. The stages count both parts as layers.
         tasks: the tasks of each device in order, as text; empty if the schedule determines them.
         unsplit: the layers whose backwards stay whole although the schedule splits backwards.
         outline: what an export must know about the model. The outline is not part of the
@@ -296,7 +296,7 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a stage repeats a device, or shares one with a stage of other devices."""
+        """Raises ValueError if a stage repeats a device, or if two stages share only some devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             for at, device in enumerate(stage.devices):

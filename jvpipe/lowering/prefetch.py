@@ -33,7 +33,7 @@ from jvpipe.ir.rows import Row
 
 BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
-"""A position among rows: the number of a group, that of a row in it, and BEFORE, AT or AFTER."""
+"""A position among rows: the numbers of a list of rows and of a row in it; BEFORE, AT or AFTER."""
 
 
 class _Copy(NamedTuple):
@@ -106,11 +106,11 @@ class _Round:
 
             state of the next update    must come, so it waits for any state that leaves
             state of a later update     waits only for the state of updates before the last one that
-                                        ran; the last one's state has only begun to leave, so the
-                                        place would stand still
+                                        ran: waiting for that one's, which has only begun to leave,
+                                        would idle the place
 
-        The next update's state always fits in the end, because state comes in the order of updates.
-        Once all leaving state has left, the place holds only parts of the next update's state.
+        The next update's state always fits in the end: state comes in the order of updates, so once
+        all leaving state has left, the place holds only parts of it.
 
         Args:
             buffers: the table of buffers.
@@ -258,6 +258,6 @@ def _rounds(
 
 
 def _is_update(row: Row) -> bool:
-    """Tells whether a row runs a program other than a forward or a backward, such as an update."""
+    """Tells whether a row runs an update, or another program but a forward or backward."""
     info = KINDS[row.kind]
     return info.computes and info.back is None

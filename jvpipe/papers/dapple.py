@@ -22,7 +22,7 @@ Legend, in the paper's symbols:
 For each (j, m), the dynamic program keeps the plan whose L is T_PL(j, m), and extends it by one
 more stage, which ends at a larger j (equation 5).
 
-    stage 0   F F . B F B F B . B       time runs to the right, M = 4, and the pivot Q is 1:
+    stage 0   F F . B F B F B . B       time runs to the right; no transfers, M = 4, Q = 1:
     stage 1   . F B F B F B F B .       T_w = F_0 + F_1, T_s = (M - 1) (F_1 + B_1), and
                                         T_e = B_1 + B_0
 
@@ -133,8 +133,8 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    # AR_s minus the backwards of the stages before s. Adding the backwards of all stages up to Q
-    # gives the ending of a stage s <= Q.
+    # AR_s minus the backwards of the stages before s. Plus B_a for all a <= Q, this is the term of
+    # s <= Q in T_e.
     from_start_s = []
     for stage, up_to_s in zip(stages, backward_s, strict=True):
         from_start_s.append(stage.reduce_s - up_to_s + stage.backward_s)
@@ -161,7 +161,7 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
 
 
 def _finite(grid: np.ndarray) -> np.ndarray:
-    """Replaces infinite entries by 0, so that no sum is NaN; `_fits` is False for these entries."""
+    """Replaces infinite entries (segments without layers) by 0, so that no sum is NaN."""
     return np.where(np.isfinite(grid), grid, 0.0)
 
 

@@ -57,7 +57,7 @@ class Slot:
 
     | kind | index | source | the array |
     |---|---|---|---|
-    | gradient | leaf | reader | the sum of a parameter's gradients in its `source`-th reader |
+    | gradient | leaf | reader | the sum over micro-batches of the gradients in reader `source` |
     | weight | | | the sum of the losses' weights, a float32 scalar |
     | parameter, state | leaf | | a leaf of the parameters or of the optimizer's state |
     | kept | number | layer | a costly value that a layer needs again in a later phase |
@@ -170,7 +170,7 @@ class Part:
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
         inputs = [*self.read, *constants]
-        # For each variable: its argument and, in a vector, where it begins and the vector's length.
+        # By variable: its argument's number and, in a vector, its start and the vector's length.
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = []
         for var, slot in self.read.items():
@@ -262,8 +262,8 @@ def _donated(
     """Returns the positions of the arrays that results can overwrite.
 
     An array is donated only if a result of its shape and type is left to overwrite it, because JAX
-    warns about donated arrays that no result overwrites. Parameters and state that the piece also
-    writes are preferred to gradient accumulators.
+    warns about donated arrays that no result overwrites. Gradients are donated only after
+    parameters and state that the piece also writes.
     """
     results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     again, sums = [], []

@@ -8,7 +8,7 @@ micro-batch of a batch serves all of the batch.
 
 Forwards that are recomputed for a backward read the backward's weights. A parameter that several
 stages read is not predicted: a backward reads the version that its forward has read. This version
-is stashed until the backward.
+is kept until then, despite `stash=False`.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -1,4 +1,4 @@
-"""What problems for absent hardware are made from: a model's shapes, and its pipeline."""
+"""A model's shapes and its pipeline, from which problems for absent hardware are made."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -47,12 +47,12 @@ class Question(Training):
     Args:
         params: arrays, or shapes, or a function `key -> params`.
         batch: a whole batch, as arrays or shapes.
-        stages: the number of devices; under some schedules, each of them runs several stages.
+        stages: the number of devices; each runs one stage, or several under some schedules.
         model_state: arrays or shapes, if the loss has a model state.
         said: the bytes of programs that the hardware's compiler has reported so far.
         remembered: the traces, optimizer cutters and costs so far, shared by copies of the
             question. Copies may differ only in `stages`, `schedule`, `microbatches`, `state_fates`
-            and `said`. An entry's key contains each of these fields that the entry depends on.
+            and `said`. Keys differ wherever these fields change an entry.
     """
 
     params: Tree
@@ -395,8 +395,8 @@ def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the numbers of examples at which layers are traced, besides a micro-batch's.
 
     The first number is each device's examples if all devices are replicas of one stage, but at
-    least 2. The others are the fewest that a device can get: 1, and then 2, for losses that have
-    other operations for a single example.
+    least 2. The others are the fewest that a device can get: 1, or 2 if a single example has other
+    operations.
 
     Args:
         examples: how many a micro-batch has.

@@ -17,7 +17,7 @@ Tree = Any
 def feeds_of(
     batch: Tree, words: np.ndarray | None, step: int, microbatches: int
 ) -> dict[tuple[str, int], Sequence[np.ndarray | jax.Array]]:
-    """Returns what each micro-batch reads from the host, by ("batch", leaf) or ("seed", 0).
+    """Returns arrays, one per micro-batch, by ("batch", leaf's number) or ("seed", 0).
 
     Leaves without values (only shapes) are left out. Each micro-batch's seed consists of the key's
     words, the step and the micro-batch's number, so random values do not depend on the plan.

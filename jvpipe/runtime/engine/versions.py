@@ -1,4 +1,4 @@
-"""The ledger of versions: which weights each forward and backward read, and each update made.
+"""The ledger of versions: those that forwards and backwards read, and those that updates made.
 
 The version of a layer's weights is the number of updates that they have had. A use (`Use`) is one
 entry of the ledger. It says that a forward or backward of a layer read a version for a micro-batch,
@@ -51,9 +51,8 @@ class VersionLedger:
 
     Attributes:
         complete: whether the ledger goes back to the start of the run. After a change of the model,
-            or in a run that was resumed from a checkpoint, it may begin later. A checkpoint of a
-            stream with micro-batches in flight has the newest uses (`to_json`), with which the
-            ledger begins after a resume.
+            or in a run that was resumed from a checkpoint, it may begin later. A checkpoint in
+            flight has the newest uses (`to_json`). After a resume, the ledger begins with them.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -79,7 +78,7 @@ class VersionLedger:
             yield from _numbered(run)
 
     def microbatches(self) -> Iterator[tuple[list[Use], bool]]:
-        """Yields the uses of each micro-batch in order, and whether a drain followed."""
+        """Yields, by ascending micro-batch, its uses and whether a drain followed it."""
         uses_of: dict[int, list[Use]] = {}
         drained = set()
         for run in self._runs:
@@ -133,8 +132,8 @@ class VersionLedger:
         """Finds the staleness of each layer's last update, and how far back it had to look for it.
 
         Every step may call this method, so it reads the ledger from the end. It stops
-        after the step in which it has found, for each of `layers` layers, the last update and the
-        forward of that update's micro-batch. So its cost does not grow with the length of the run.
+        once each of `layers` layers has its last update and the forward of that micro-batch. So its
+        cost does not grow with the length of the run.
 
         Args:
             layers: how many layers have an update.
@@ -145,7 +144,7 @@ class VersionLedger:
         # By layer, the last update: its micro-batch, and the version that it changed.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
-        # In this direction, a layer's last update comes before the forward of its micro-batch.
+        # Read backwards, a layer's last update precedes that micro-batch's forward.
         for i in reversed(range(len(self._runs))):
             uses, microbatch, version = self._runs[i] or ((), 0, 0)
             for use in reversed(uses):
