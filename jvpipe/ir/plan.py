@@ -296,7 +296,7 @@ class Plan:
             self._check_disjoint()
 
     def _check_disjoint(self) -> None:
-        """Raises ValueError if a stage repeats a device, or if two stages share only some devices."""
+        """Raises ValueError if a stage repeats a device, or two stages share only some devices."""
         holder: dict[int, int] = {}
         for s, stage in enumerate(self.stages):
             for at, device in enumerate(stage.devices):

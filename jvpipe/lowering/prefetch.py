@@ -67,7 +67,7 @@ class _Visit:
         return {row.reads[0] for row in self.outs}
 
     def frees(self) -> list[Row]:
-        """Makes the rows that wait for the copies to the host, and then free the device's copies."""
+        """Makes the rows that wait for the copies to the host, and then free the device's."""
         frees = []
         for row in self.outs:
             reads = row.reads + row.writes

@@ -38,8 +38,7 @@ from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, wi
 from jvpipe.schedules import find_schedule
 from jvpipe.session.engine import Engine, Metrics
 from jvpipe.trace.batches import micro_batch_shapes, shapes_of
-from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import check_leaves, named_leaves
+from jvpipe.trace.flat_loss import check_returned
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.model import trace_model
 from jvpipe.util.brief import brief
@@ -213,7 +212,9 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         """
         *model_state, batch, _ = rest
         values = function(params, *model_state, batch)
-        _check_values(values)
+        check_returned(values, "leaf of the prediction")
+        if not jax.tree.leaves(values):
+            raise ValueError(f"the function returns no arrays, it returns {brief(values)}")
         total: Any = 0.0
         for leaf in jax.tree.leaves(values):
             total = total + jnp.sum(jnp.real(leaf).astype(jnp.float32))
@@ -246,18 +247,6 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         session.store,
         hosts=settings.hosts,
     )
-
-
-def _check_values(values: Tree) -> None:
-    """Raises ValueError unless a function returns arrays that a device can hold, and no keys."""
-    check_leaves(values, "leaf of the prediction")
-    leaves = jax.tree_util.tree_leaves_with_path(values)
-    if not leaves:
-        raise ValueError(f"the function returns no arrays, it returns {brief(values)}")
-    for path, leaf in leaves:
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            named = named_leaves(path, "leaf of the prediction")
-            raise ValueError(f"{named} is a key: return jax.random.key_data(key)")
 
 
 def _check_reads(loss: LossJaxpr) -> None:

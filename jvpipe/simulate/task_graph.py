@@ -81,6 +81,7 @@ class TaskGraph:
                 last[r] = i
         # `_before` has the tasks that a task waits for, `_after` those that wait for it.
         self._after = _turned(self._before)
+        # How many tasks each waits for, and those that wait for none.
         self._missing = [len(needs) for needs in self._before]
         self._first = [i for i, count in enumerate(self._missing) if not count]
         self._order = self._sorted()
@@ -119,7 +120,7 @@ class TaskGraph:
         than the head did, and the head is served first.
         """
         starts = [0.0] * len(seconds)
-        missing = self._missing.copy()  # how many tasks each still waits for
+        missing = self._missing.copy()  # falls to 0 as tasks end
         free = [0.0] * self.resources
         after, queues = self._after, self._queues
         queue: list[tuple[float, int]] = []  # the time when a task became ready, and its number

@@ -21,7 +21,7 @@ from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import check_leaves
+from jvpipe.trace.leaves import Role, check_leaves, named_leaves
 from jvpipe.util.paths import path_name
 
 Tree = Any
@@ -76,7 +76,7 @@ class FlatLoss:
             loss, new_state, aux = _parts(out, self.has_aux, self.has_state)
             _check_loss(loss)
             _check_state(state, new_state)
-            _check_aux(aux)
+            check_returned(aux, "leaf of aux")
             returned.append(jax.tree.structure((loss, aux)))
             return jax.tree.leaves((loss, new_state, aux))
 
@@ -196,14 +196,18 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _check_aux(aux: Tree) -> None:
-    """Checks that aux consists of arrays that a device can hold, and has no typed keys."""
-    check_leaves(aux, "leaf of aux")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+def check_returned(values: Tree, role: Role) -> None:
+    """Checks that returned values are arrays that a device can hold, and no typed keys.
+
+    Args:
+        values: what the user's function returns.
+        role: what messages call a leaf of the values.
+    """
+    check_leaves(values, role)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(values):
         if isinstance(leaf, jax.Array) and is_key(leaf):
-            raise ValueError(
-                f"leaf of aux '{path_name(path)}' is a key: return jax.random.key_data(key)"
-            )
+            named = named_leaves(path, role)
+            raise ValueError(f"{named} is a key: return jax.random.key_data(key)")
 
 
 def _check_state(old: Tree, new: Tree) -> None:

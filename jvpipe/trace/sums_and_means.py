@@ -30,7 +30,6 @@ from enum import StrEnum
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Literal, Var
@@ -280,26 +279,27 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
     is_whole = not jnp.issubdtype(made, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":
-            is_bool = made == np.bool_
+            is_bool = made == jnp.bool_
             rounds = is_whole and not alike.is_whole(eqn.invars[0])
-            return is_bool or rounds or _widens_narrow(_jax.aval(eqn.invars[0]).dtype, made)
+            return is_bool or rounds or _widens_wrapped(_jax.aval(eqn.invars[0]).dtype, made)
         case "div":
             return is_whole
         case _:
             return False
 
 
-def _widens_narrow(old: Any, new: Any) -> bool:
-    """Tells whether integers of 8 or 16 bits, or without a sign, become wider.
+def _widens_wrapped(old: Any, new: Any) -> bool:
+    """Tells whether integers that may have wrapped around become wider.
 
-    A sum that wraps around in them may wrap in the micro-batch alone, and not in its slices.
+    These are integers of 8 or 16 bits, or without a sign. A sum in them may wrap around in the
+    micro-batch alone, and not in its slices.
 
-    >>> _widens_narrow(jnp.dtype("uint8"), jnp.dtype("float32"))
+    >>> _widens_wrapped(jnp.dtype("uint8"), jnp.dtype("float32"))
     True
     """
     is_unsigned = jnp.issubdtype(old, jnp.unsignedinteger)
-    is_narrow = is_unsigned or (jnp.issubdtype(old, jnp.integer) and old.itemsize < 4)
-    return is_narrow and not (jnp.issubdtype(new, jnp.integer) and new.itemsize <= old.itemsize)
+    may_wrap = is_unsigned or (jnp.issubdtype(old, jnp.integer) and old.itemsize < 4)
+    return may_wrap and not (jnp.issubdtype(new, jnp.integer) and new.itemsize <= old.itemsize)
 
 
 def guarded(
