@@ -218,7 +218,7 @@ def test_a_model_state_that_nobody_carries() -> None:
         (
             lambda loss: (loss, jax.random.key(0)),
             {"has_aux": True},
-            "leaf of aux '' is a key: return jax.random.key_data",
+            "the only leaf of aux is a key: return jax.random.key_data",
         ),
         (lambda loss: {"loss": loss}, {}, "the loss must be a scalar or jvpipe.Weighted, not dict"),
         (lambda loss: (loss, 1), {}, "not tuple; set has_aux=True if it returns"),
