@@ -223,7 +223,7 @@ def given(arguments: Sequence[str] | None) -> TrainOptions:
     processes have connected and can fail together.
     """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
-    options = _over(of_line, _of_config(of_line))
+    options = _over(_of_config(of_line), of_line)
     check_each(options, "processes")
     return options
 
@@ -241,7 +241,7 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
     """
     of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     of_file = _of_config(of_line)
-    options = _over(of_line, of_file)
+    options = _over(of_file, of_line)
     if options.resume:
         options = _resumed(options, of_line, of_file, writes)
     options.check()
@@ -286,7 +286,7 @@ def _resumed(
         print(f"data: {data}, as the run in {folder} used it; if it has moved, give --data")
     trusted = options.trust
     is_named = "model" in of_line or "model" in of_file
-    options = _over(of_line, {**saved, **of_file})
+    options = _over(saved, of_file, of_line)
     # The model that config.json names may be code in the folder. Only the process that writes the
     # files checks whether this code may be run. If the check fails, all processes stop.
     if writes and not is_named and not trusted:
@@ -301,15 +301,20 @@ def _resumed(
     return options
 
 
-def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
-    """Returns the options of two mappings; values in `later` replace values in `earlier`.
+def _over(*sources: Mapping[str, Any]) -> TrainOptions:
+    """Returns the options of several mappings; a later value replaces an earlier one.
 
-    For an option that may be given several times, the values in both mappings are joined instead.
+    For an option that may be given several times, the values of all mappings are joined instead.
+    A value that comes twice counts once, where it came last: a resumed run may get the command
+    line that began it.
     """
-    joined = {**earlier, **later}
-    for name, value in later.items():
-        if isinstance(value, tuple):
-            joined[name] = (*earlier.get(name, ()), *value)
+    joined: dict[str, Any] = {}
+    for source in sources:
+        for name, value in source.items():
+            if isinstance(value, tuple):
+                values = (*joined.get(name, ()), *value)
+                value = tuple(reversed(dict.fromkeys(reversed(values))))
+            joined[name] = value
     return TrainOptions(**joined)
 
 

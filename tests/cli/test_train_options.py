@@ -26,6 +26,19 @@ def test_given_options_win_over_saved_ones_and_these_over_the_defaults(tmp_path:
     assert parse([]) == TrainOptions()
 
 
+def test_values_of_options_that_may_be_given_several_times_are_joined_each_once(
+    tmp_path: Path,
+) -> None:
+    resume = saved(tmp_path, track=["trackio"], set=["blocks=2", "heads=4"], frozen=["base/*"])
+    file = tmp_path / "options.json"
+    file.write_text('{"set": ["heads=2"], "track": ["trackio"], "frozen": ["head/*"]}')
+    again = ("--set", "blocks=2", "--track", "trackio")
+    options = parse([*resume, "--config", str(file), *again], writes=False)
+    assert options.track == ("trackio",)
+    assert options.set == ("heads=4", "heads=2", "blocks=2")
+    assert options.frozen == ("base/*", "head/*")
+
+
 def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
     resume = saved(tmp_path, export="elsewhere.safetensors", remeasure=True, data="prose.txt")
     options = parse(resume)
