@@ -10,6 +10,7 @@ import pytest
 
 import jvpipe
 from jvpipe.runtime.engine.tensors import Limits
+from tests.grid import grid
 
 D, MICRO, STEPS = 4, 2, 3
 
@@ -96,7 +97,9 @@ def alone(optimizer: Any) -> tuple[Any, Any]:
     return found, state
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", grid(OPTIMIZERS, "schedule_free", "inject_hyperparams", "multi_transform")
+)
 def test_it_is_what_optax_has(name: str) -> None:
     pipe, state = trained(OPTIMIZERS[name])
     ours, (_, theirs) = pipe.optimizer_state(state), alone(OPTIMIZERS[name])

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jvpipe.cli.shell import StopRequest
+from tests.grid import grid
 
 
 def test_a_signal_is_noted_and_the_old_handlers_return(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,12 +57,19 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(
     ("script", "told"),
-    [
-        (NOTED, "finishing the step and saving; a second signal stops at once\n\nstopped at once"),
-        (RAISED, "stopped at once"),
-        (BUSY, "stopped at once"),
-        (COLLECTING, "stopped"),
-    ],
+    grid(
+        [
+            noted := (
+                NOTED,
+                "finishing the step and saving; a second signal stops at once\n\nstopped at once",
+            ),
+            (RAISED, "stopped at once"),
+            (BUSY, "stopped at once"),
+            collecting := (COLLECTING, "stopped"),
+        ],
+        noted,
+        collecting,
+    ),
     ids=["noted", "raised", "busy in C", "lost by the garbage collector, and raised anew"],
 )
 def test_who_is_stopped_ends_with_a_line_and_without_a_traceback(script: str, told: str) -> None:

@@ -301,6 +301,7 @@ def test_mistakes_are_one_line_and_exit_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_takes_less(tmp_path: Path) -> None:
     peaks = []
     for more in ([], ["--frozen", "blocks/*", "--frozen", "embeddings/*"]):

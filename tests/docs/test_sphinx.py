@@ -81,10 +81,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
+@pytest.mark.thorough
 def test_every_link_within_the_site_leads_somewhere(site: Path) -> None:
     assert list(dead(site)) == []
 
 
+@pytest.mark.thorough
 def test_the_index_has_a_picture_an_install_line_and_code(site: Path) -> None:
     text = (site / "index.html").read_text()
     for what in ("plan.png", "copybutton.js", "wide.css"):
@@ -93,6 +95,7 @@ def test_the_index_has_a_picture_an_install_line_and_code(site: Path) -> None:
         assert what in words(text)
 
 
+@pytest.mark.thorough
 def test_the_api_has_types_and_sources(site: Path) -> None:
     text = words((site / "api.html").read_text())
     assert "microbatches: int | None = None" in text

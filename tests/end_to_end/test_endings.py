@@ -36,13 +36,10 @@ MUST_RUN = (
 )
 SAMPLE = [
     ("plain: each by the size", (2, 1)),
-    ("plain: stack of means", (2, 1)),
     ("plain: sums of classes", (3, 2)),
     ("plain: dropout in a scan", (3, 2)),
-    ("plain: mean and decay", (3, 2)),
     ("weighted: mean times the count", (2, 1)),
     ("state: decayed sum", (3, 2)),
-    ("aux: mean", (2, 1)),
 ]
 ALL = [(name, widths) for name in ENDINGS for widths in WIDTHS]
 MOST_REFUSED = 0.3

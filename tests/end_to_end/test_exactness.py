@@ -81,9 +81,6 @@ def start(
 
 
 GRADIENTS = (
-    "resnet",
-    "linen",
-    "nnx",
     "scanned",
     "experts",
     "with-aux",
@@ -138,8 +135,8 @@ def assert_same_bits(
         np.testing.assert_array_equal(a, b)
 
 
-SEVERAL = ("scanned", "integers", "with-aux", "noisy")
-"""One of each kind; three others are cut in every way below."""
+SEVERAL = ("scanned", "with-aux")
+"""One of each kind; two others are cut in every way below."""
 
 
 @pytest.mark.parametrize("name", grid(CASES, *SEVERAL))
@@ -160,7 +157,6 @@ def test_bit_identical_in_bfloat16() -> None:
         ["mlp", "three-readers", "integers", "resnet", "chained-keys"],
         "mlp",
         "three-readers",
-        "resnet",
     ),
 )
 def test_bit_identical_for_every_cut_and_schedule(name: str) -> None:
@@ -170,7 +166,9 @@ def test_bit_identical_for_every_cut_and_schedule(name: str) -> None:
         assert_same_bits(trained(m, stages, schedule), one)
 
 
-@pytest.mark.parametrize("name", ["mlp", "chained-keys", "post-norm in bfloat16"])
+@pytest.mark.parametrize(
+    "name", grid(["mlp", "chained-keys", "post-norm in bfloat16"], "chained-keys")
+)
 def test_bit_identical_with_all_stages_on_one_device(name: str) -> None:
     m = in_bfloat16(CASES["post-norm"]()) if name.endswith("bfloat16") else CASES[name]()
     assert_same_bits(trained(m, 3, "1f1b", together=True), trained(m, 1, "gpipe"))

@@ -82,7 +82,7 @@ def random_plan(graph: LayerGraph, schedule: str | Schedule, draw: random.Random
     grid(
         [
             one_hot := ("one-hot", ["zb-h1", "zb-v"]),
-            resnet := ("resnet", ["interleaved"]),
+            ("resnet", ["interleaved"]),
             ("resnet", ["zb-v"]),
             ("deep", [Interleaved(chunks=4), "v-half"]),
             ("mlp", ["interleaved", Interleaved(chunks=2, split=True)]),
@@ -91,7 +91,6 @@ def random_plan(graph: LayerGraph, schedule: str | Schedule, draw: random.Random
             ("recurrent", ["zb-h1"]),
         ],
         one_hot,
-        resnet,
     ),
 )
 def test_every_family_has_the_bits_of_1f1b_with_any_fates_and_holds_what_was_told(

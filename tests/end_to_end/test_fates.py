@@ -185,6 +185,7 @@ def test_what_was_swapped_and_run_again_is_reported() -> None:
     }
 
 
+@pytest.mark.thorough
 def test_a_product_after_a_norm_has_the_same_bits_again() -> None:
     """At sizes at which compilers like to fuse: a product may be kept, what it is made of is always
     made again.

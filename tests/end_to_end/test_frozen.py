@@ -138,8 +138,8 @@ SCHEDULES = {
     "recomputed": {"fates": {"*": "recompute"}},
     "swapped": {"fates": {"*": "swap"}},
 }
-KINDS = ("zb-h1", "pipedream", "replicas of halves", "recomputed")
-"""One of each kind: backwards in two parts, versions, replicas, fates."""
+KINDS = ("pipedream", "replicas of halves", "recomputed")
+"""One of each kind: versions, replicas with backwards in two parts, fates."""
 
 
 @pytest.mark.parametrize("name", grid(SCHEDULES, *KINDS))
@@ -155,7 +155,7 @@ def test_what_is_trained_has_the_bits_that_it_had(name: str) -> None:
     assert all(own < other for own, other in peaks)
 
 
-@pytest.mark.parametrize("dtype", grid([np.float32, np.int8, jnp.int4], np.float32, jnp.int4))
+@pytest.mark.parametrize("dtype", grid([np.float32, np.int8, jnp.int4], jnp.int4))
 def test_the_rest_trains_as_in_plain_jax(dtype: Any) -> None:
     given, optimizer = params(dtype), optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     losses, expected = plain(given, optimizer, LABELS)
@@ -287,6 +287,7 @@ def averaging() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 
+@pytest.mark.thorough
 def test_layers_that_a_scan_stacks_are_frozen_as_one() -> None:
     draw = np.random.default_rng(0)
     given = {
@@ -315,7 +316,7 @@ def test_layers_that_a_scan_stacks_are_frozen_as_one() -> None:
 # Moves, versions, checkpoints
 
 
-@pytest.mark.parametrize("schedule", grid(["1f1b", "pipedream", "pipemare"], "1f1b", "pipemare"))
+@pytest.mark.parametrize("schedule", grid(["1f1b", "pipedream", "pipemare"], "1f1b"))
 def test_frozen_parameters_move_with_their_layers(schedule: str) -> None:
     def run(*, moving: bool) -> tuple[list[float], Any]:
         plan = jvpipe.Plan.from_cuts([6, 5])
@@ -339,12 +340,11 @@ def test_frozen_parameters_move_with_their_layers(schedule: str) -> None:
         [
             ("pipedream", {}),
             masked := ("pipedream", {"masked": True}),
-            named := ("2bw", {"frozen": ["base/*"]}),
+            ("2bw", {"frozen": ["base/*"]}),
             integers := ("pipemare", {"given": np.int8, "frozen": ["base/*"]}),
             ("xpipe", {}),
         ],
         masked,
-        named,
         integers,
     ),
 )

@@ -106,7 +106,7 @@ def on_one_device(name: str) -> list[str]:
     return run(Draw(0, name, "gpipe", (0, 0)), [whole])
 
 
-@pytest.mark.parametrize("one", grid(map(Draw.of, range(200)), Draw.of(0), Draw.of(1)), ids=str)
+@pytest.mark.parametrize("one", grid(map(Draw.of, range(200)), Draw.of(0)), ids=str)
 def test_no_draw_changes_a_bit(one: Draw) -> None:
     plans = one.plans(graph_of(one.name))
     is_synchronous = find_schedule(one.schedule).synchronous

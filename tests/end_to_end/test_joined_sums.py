@@ -49,7 +49,6 @@ WIDTHS = ((2, 1, 2), (1, 3, 2), (3, 1, 1), (2, 2, 1), (1, 2, 4))
     ("widths", "schedule"),
     grid(
         [(widths, schedule) for widths in WIDTHS for schedule in ("1f1b", "zb-h1")],
-        ((1, 3, 2), "1f1b"),
         ((3, 1, 1), "zb-h1"),
         ((2, 2, 1), "1f1b"),
     ),

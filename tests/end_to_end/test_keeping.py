@@ -80,6 +80,7 @@ def test_evaluations_are_logged_and_the_best_checkpoint_is_kept(whole: Path) -> 
     )
 
 
+@pytest.mark.thorough
 def test_evaluations_change_no_bit(whole: Path, tmp_path: Path) -> None:
     run, export = tmp_path / "run", tmp_path / "run.safetensors"
     done = finished(*arguments(run, "--stages", "1", "--export", str(export)))
@@ -208,6 +209,7 @@ def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> Non
     assert len(lines(run)) == 8
 
 
+@pytest.mark.thorough
 def test_steps_do_not_wait_for_the_disk(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jvpipe
+from tests.grid import grid
 from tests.zoo import mean_square, regression_batch
 
 Tree = Any
@@ -121,7 +122,10 @@ def plain_step(case: Case, batch: Tree, rate: float) -> tuple[float, list[Any]]:
     return loss, jax.tree.leaves(jax.tree.map(lambda p, g: p - rate * g, case.params, gradient))
 
 
-@pytest.mark.parametrize("case_of", [equinox_module, equinox_partition, nnx_module, haiku])
+@pytest.mark.parametrize(
+    "case_of",
+    grid([equinox_module, equinox_partition, nnx_module, haiku], equinox_module, nnx_module),
+)
 @permissive
 def test_a_model_of_another_library_trains_as_in_plain_jax(case_of: Callable[[], Case]) -> None:
     case, batch = case_of(), regression_batch(B, D)

@@ -73,6 +73,7 @@ def test_stages_share_devices_as_is_decided_and_a_resumed_run_takes_other_counts
     assert len(losses(run)) == 3
 
 
+@pytest.mark.thorough
 def test_processes_train_evaluate_and_save_a_module_s_model_together(tmp_path: Path) -> None:
     model = (
         "--model",

@@ -5,6 +5,7 @@ device.
 import jax
 import numpy as np
 import optax
+import pytest
 
 import jvpipe
 from jvpipe.models import load
@@ -12,6 +13,7 @@ from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.store import shared_store
 
 
+@pytest.mark.thorough
 def test_a_deep_bert_compiles_its_distinct_layers_only() -> None:
     workload = load("bert", "48", blocks=8, width=16, heads=2, vocabulary=300, tokens=8)
     shapes = workload.abstract_batch(4)

@@ -84,7 +84,7 @@ def begun(
     return jvpipe.Pipeline(loss, optax.sgd(0.5), len(widths or (1, 1)), **options)
 
 
-@pytest.mark.parametrize("widths", [None, *WIDTHS])
+@pytest.mark.parametrize("widths", grid([None, *WIDTHS], None, WIDTHS[-1]))
 def test_aux_is_reduced_as_the_user_says(widths: tuple[int, ...] | None) -> None:
     kept = set(REDUCE if widths is None else SURE) | {"above", "mean", "each"}
 

@@ -76,10 +76,9 @@ def held(state: Any) -> dict[Device, int]:
             ((2,), TENSOR_PARALLEL, {}),
             fully := ((2, 2), FULLY, {"checkpoint": "except_last"}),
             ((2,), TENSOR_PARALLEL, {"fates": {"*": "swap"}}),
-            replicated := ((2,), TENSOR_PARALLEL, {"replicas": (2, 1)}),
+            ((2,), TENSOR_PARALLEL, {"replicas": (2, 1)}),
         ],
         fully,
-        replicated,
     ),
     ids=["tensor parallel", "fully sharded, recomputed", "swapped", "replicated"],
 )

@@ -84,7 +84,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
     ("case", "name"),
     grid(
         product(("one-hot", "resnet"), SCHEDULES),
-        *product(("one-hot",), SCHEDULES),
+        *product(("one-hot",), ("vertical", "2bw", "xpipe")),
     ),
 )
 def test_the_replay_gives_the_same_bits_with_any_fates(case: str, name: str) -> None:
@@ -128,7 +128,6 @@ OPTIMIZERS = {"adamw": ADAMW, "momentum": MOMENTUM}
 SOME = [
     ("pipedream", 4, "adamw"),
     ("vertical", 2, "momentum"),
-    ("2bw", 3, "adamw"),
     ("pipemare", 4, "momentum"),
 ]
 
@@ -178,7 +177,7 @@ def test_four_stages_with_dropout_replay(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipemare", "xpipe"])
+@pytest.mark.parametrize("name", grid(["pipedream", "pipemare", "xpipe"], "pipemare"))
 def test_one_stage_is_plain_training_with_an_update_per_micro_batch(name: str) -> None:
     m = CASES["pre-norm"]()
     pipe, batches = pipeline(m, SCHEDULES[name], 1), batches_of(m, 3)
@@ -226,9 +225,7 @@ def plain_training(
     return params
 
 
-@pytest.mark.parametrize(
-    "name", grid(["pipedream", "2bw", "pipemare", "xpipe"], "pipedream", "pipemare")
-)
+@pytest.mark.parametrize("name", grid(["pipedream", "2bw", "pipemare", "xpipe"], "pipedream"))
 def test_a_run_saved_in_flight_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     m, schedule = CASES["resnet"](), SCHEDULES[name]
     graph = trace_model(

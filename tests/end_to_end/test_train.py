@@ -128,6 +128,7 @@ def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:
     assert {"cpu:0", "cpu:1"} <= set(rows)
 
 
+@pytest.mark.thorough
 def test_a_profile_and_its_timeline_tell_tasks_by_name_bytes_and_copies(
     text: Path, tmp_path: Path
 ) -> None:
@@ -304,6 +305,7 @@ def test_a_stream_is_trained_and_saved_in_flight(text: Path, tmp_path: Path) -> 
     assert "was saved in flight under pipedream" in other.stderr
 
 
+@pytest.mark.thorough
 def test_a_stream_under_a_given_plan_is_resumed_under_it(
     text: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -374,6 +376,7 @@ def test_a_signal_in_the_last_step_is_heard(
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["00000001"]
 
 
+@pytest.mark.thorough
 def test_architectures_are_searched_and_a_stop_keeps_the_last(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "search"
     options = ("--model", "evolved-transformer", "--nas", "--nas-steps", "1", "--steps", "400")

@@ -79,6 +79,7 @@ def test_an_example_trains(file: str, tmp_path: Path) -> None:
     assert params
 
 
+@pytest.mark.thorough
 @permissive
 def test_the_llamas_plan_holds_what_its_run_holds() -> None:
     llama = find_model(f"{EXAMPLES / 'llama.py'}:llama")

@@ -44,6 +44,7 @@ def test_a_kernel_is_what_it_computes_and_how_it_is_configured() -> None:
     assert kernels(swapped)[0].results != kernel.results
 
 
+@pytest.mark.thorough
 def test_whole_layers_have_one_pair_of_programs_under_all_fates() -> None:
     inside = traced("bert", "tiny", "float32")
     whole = replace(inside, graph=replace(inside.graph, whole_layers=True))

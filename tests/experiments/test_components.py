@@ -34,6 +34,7 @@ def problem() -> Problem:
     )
 
 
+@pytest.mark.thorough
 def test_a_column_has_what_is_left_without_each(monkeypatch: pytest.MonkeyPatch) -> None:
     some = ("fates", "recomputation", "recomputation and overlap")
     monkeypatch.setattr(run, "COMPONENTS", {name: COMPONENTS[name] for name in some})

@@ -28,6 +28,7 @@ def test_a_plan_is_written_as_in_a_cell_of_the_paper() -> None:
         assert short(shapes, problem, Decision.keeping_all(bounds)) == told
 
 
+@pytest.mark.thorough
 def test_vgg_leaves_its_dense_layers_alone_on_slow_links_as_in_the_paper() -> None:
     alone = ask_shapes("jvpipe", shapes_of("vgg16", 2048, "B", overlaps=True))
     assert alone.plan.replicas == (16,)

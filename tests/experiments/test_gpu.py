@@ -23,6 +23,7 @@ def here(case: Case, left_s: float) -> dict[str, Any]:
         raise RuntimeError(str(error).splitlines()[0]) from None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", grid(PARTS, "copies", "ledger"))
 def test_a_part_runs_on_a_cpu(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([part, "toy"], here)

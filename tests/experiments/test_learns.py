@@ -9,6 +9,7 @@ from experiments.learns.run import judged, learn
 from jvpipe.models.image_data import open_images
 
 
+@pytest.mark.thorough
 def test_a_row_of_a_tiny_model() -> None:
     found = learn("vgg", 2, "tiny", "even")
     assert (found.model, list(found.metrics), found.steps) == ("vgg", ["top_1"], 2)

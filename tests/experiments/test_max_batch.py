@@ -29,6 +29,7 @@ def traced(size: int, **options: int) -> Traced:
     ).traced
 
 
+@pytest.mark.thorough
 def test_saved_operands_are_the_bytes_of_korthikanti() -> None:
     """Equation 2 of arXiv:2205.05198, 34 s b h + 5 a s^2 b bytes in 16 bits: all but the masks
     double in 32.
@@ -45,6 +46,7 @@ def test_saved_operands_are_the_bytes_of_korthikanti() -> None:
     assert plain.layers[3].options[0].kept_bytes < costs.layers[3].options[0].kept_bytes
 
 
+@pytest.mark.thorough
 def test_costs_lie_on_the_line_between_two_sizes() -> None:
     at = {
         size: estimate(traced(size, tokens=32, width=64, heads=4, blocks=2), CLUSTER)

@@ -112,6 +112,7 @@ def test_stages_hold_the_seconds_of_their_layers() -> None:
     assert [stage.again_s for stage in two] == [0.0, 0.0]
 
 
+@pytest.mark.thorough
 def test_frameworks_that_fuse_less_move_more_and_hosts_are_waited_for() -> None:
     def seconds(framework: Framework) -> float:
         layers = layers_of("bert", "tiny", 8, run_by(framework, V100))

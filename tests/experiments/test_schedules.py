@@ -43,6 +43,7 @@ def test_auto_is_no_slower_than_any_family_and_keeps_the_limit(rows: list[run.Ro
     assert free.planned["1f1b"].peak_bytes == free.full_bytes
 
 
+@pytest.mark.thorough
 def test_tables_have_a_line_per_family_and_limit(rows: list[run.Row]) -> None:
     assert len(list(run.families_table(rows))) == 2 + sum(len(row.planned) for row in rows)
     assert len(list(run.auto_table(rows, lambda row: row.name))) == 4

@@ -10,6 +10,7 @@ from jvpipe.models import load
 from tests.zoo import quick_key
 
 
+@pytest.mark.thorough
 def test_a_model_that_has_learned_nothing_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -56,50 +56,52 @@ def runs(count: int, *cases: str, main: Main = worker.main) -> list[list[dict]]:
     return [list(map(json.loads, lines)) for lines in told]
 
 
-def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
-    by_one, by_two = (
-        [case.format(tmp_path / f"{i}{who}") for i, case in enumerate((TIED, STREAM))]
-        for who in "12"
-    )
-    (one,) = runs(
-        1, SKIPS, NORMS, VEE, *by_one, ADAPTED, MODELS
-    )  # these save on their way, a stream in flight
-    skips, norms, vee, tied, stream, adapted, models = one
-    *two, moved = zip(
-        *runs(2, SKIPS, *by_one, *by_two, *by_two, VEE, ADAPTED), strict=True
-    )  # saved, and restored then
-    *three, switched = zip(*runs(3, NORMS, *by_two, VEE, MODELS), strict=True)
-    expected = (skips, *(tied, stream) * 3, vee, norms, tied, stream, vee)
-    for whole, told in zip(expected, (*two, *three), strict=True):
-        for seen in told:
-            assert seen["losses"] == whole["losses"][-len(seen["losses"]) :]
-            assert [x["evaluated"] for x in seen["looked at"]] == [
-                x["evaluated"] for x in whole["looked at"]
-            ]
-        assert told[0]["looked at"] == whole["looked at"]
-        others = [x["parameters"] for seen in told[1:] for x in seen["looked at"]]
-        assert not any(others), "the first process alone has them all"
-        begun = len(told[0]["losses"]) == len(whole["losses"])
-        assert all(seen["moves"] == (whole["moves"] if begun else []) for seen in told)
-        live, peaks = (
-            {at: n for seen in told for at, n in seen[what].items()} for what in ("live", "peaks")
-        )
-        assert live == whole["live"]
-        assert peaks.keys() == whole["peaks"].keys()
-        marks = MARKS_BYTES if whole is norms else 0
-        if whole in (skips, norms, vee):
-            assert all(0 <= peaks[at] - peak <= marks for at, peak in whole["peaks"].items())
-    for seen in moved:
-        assert seen["losses"] == adapted["losses"]
-        assert seen["moves"] == ["step 16: [1, 2, 2], stage 0 takes 2.5 times what was planned"]
-    assert moved[0]["parameters"] == adapted["parameters"]
-    for seen in switched:
-        assert (seen["losses"], seen["moves"]) == (models["losses"], models["moves"])
-    assert switched[0]["parameters"] == models["parameters"]
-    assert {at: n for seen in switched for at, n in seen["live"].items()} == models["live"]
-    assert sum(seen["parked"] for seen in switched) == models["parked"] > 0
-    for saved in zip(by_one, by_two, strict=True):
-        (arrays, meta), (others, told) = (load_checkpoint(case.split(",")[4]) for case in saved)
+def saved_cases(folder: Path, who: str) -> list[str]:
+    """Cases that save on their way: a synchronous run, and a stream in flight."""
+    return [case.format(folder / f"{i}{who}") for i, case in enumerate((TIED, STREAM))]
+
+
+def assert_as_one(whole: dict, told: Sequence[dict], marks_bytes: int | None = None) -> None:
+    """Asserts that processes together saw of a case what one process did.
+
+    Args:
+        whole: what one process saw.
+        told: what each of several processes saw; they may have begun with what was saved.
+        marks_bytes: how much higher peaks may be than those of one process; None if the run began
+            elsewhere, so that peaks need not be equal.
+    """
+    begun = len(told[0]["losses"]) == len(whole["losses"])
+    evaluated = [x["evaluated"] for x in whole["looked at"]]
+    for seen in told:
+        assert seen["losses"] == whole["losses"][-len(seen["losses"]) :]
+        assert [x["evaluated"] for x in seen["looked at"]] == evaluated
+        assert seen["moves"] == (whole["moves"] if begun else [])
+    assert told[0]["looked at"] == whole["looked at"]
+    others = [x["parameters"] for seen in told[1:] for x in seen["looked at"]]
+    assert not any(others), "the first process alone has them all"
+    assert merged("live", told) == whole["live"]
+    peaks = merged("peaks", told)
+    assert peaks.keys() == whole["peaks"].keys()
+    if marks_bytes is not None:
+        assert all(0 <= peaks[at] - peak <= marks_bytes for at, peak in whole["peaks"].items())
+
+
+def merged(what: str, told: Sequence[dict]) -> dict:
+    """What the processes saw of their own places, for all places."""
+    return {at: n for seen in told for at, n in seen[what].items()}
+
+
+def test_two_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
+    """They save what one saves, and go on with what one saved as with their own."""
+    by_one, by_two = saved_cases(tmp_path, "1"), saved_cases(tmp_path, "2")
+    ((skips, *saved),) = runs(1, SKIPS, *by_one)
+    two = zip(*runs(2, SKIPS, *by_one, *by_two, *by_two), strict=True)  # saved, then restored
+    first, *rest = two
+    assert_as_one(skips, first, 0)
+    for whole, told in zip(saved * 3, rest, strict=True):
+        assert_as_one(whole, told)
+    for paths in zip(by_one, by_two, strict=True):
+        (arrays, meta), (others, told) = (load_checkpoint(case.split(",")[4]) for case in paths)
         assert digest(arrays) == digest(others)
         assert {kind: named.keys() for kind, named in arrays.items()} == {
             kind: n.keys() for kind, n in others.items()
@@ -109,6 +111,34 @@ def test_several_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) ->
         assert "flight" not in meta or len(meta["flight"]["legs"]) == 2, (
             "it has not left its first plan behind"
         )
+
+
+@pytest.mark.thorough
+def test_three_processes_go_on_with_what_two_saved(tmp_path: Path) -> None:
+    by_one, by_two = saved_cases(tmp_path, "1"), saved_cases(tmp_path, "2")
+    ((norms, vee, models, *saved),) = runs(1, NORMS, VEE, MODELS, *by_one)
+    runs(2, *by_two)
+    moved, turned, switched, *rest = zip(*runs(3, NORMS, VEE, MODELS, *by_two), strict=True)
+    assert_as_one(norms, moved, MARKS_BYTES)
+    assert_as_one(vee, turned, 0)
+    for whole, told in zip(saved, rest, strict=True):
+        assert_as_one(whole, told)
+    for seen in switched:
+        assert (seen["losses"], seen["moves"]) == (models["losses"], models["moves"])
+    assert switched[0]["parameters"] == models["parameters"]
+    assert merged("live", switched) == models["live"]
+    assert sum(seen["parked"] for seen in switched) == models["parked"] > 0
+
+
+@pytest.mark.thorough
+def test_two_processes_move_layers_as_one_does() -> None:
+    ((adapted, vee),), two = runs(1, ADAPTED, VEE), runs(2, ADAPTED, VEE)
+    moved, turned = zip(*two, strict=True)
+    assert_as_one(vee, turned, 0)
+    for seen in moved:
+        assert seen["losses"] == adapted["losses"]
+        assert seen["moves"] == ["step 16: [1, 2, 2], stage 0 takes 2.5 times what was planned"]
+    assert moved[0]["parameters"] == adapted["parameters"]
 
 
 def test_replicas_of_a_stage_may_lie_in_two_processes() -> None:

@@ -10,6 +10,7 @@ from jvpipe.models import load
 from jvpipe.models.amoebanet import AmoebaNet, AmoebaNetConfig
 from jvpipe.models.workload import Batch
 from jvpipe.trace.model import trace_model
+from tests.grid import grid
 from tests.models.plain_images import fake_images, shaken
 from tests.zoo import quick_key
 
@@ -158,13 +159,16 @@ def test_without_a_key_the_averages_are_used_and_stay() -> None:
 
 @pytest.mark.parametrize(
     ("size", "shape", "gpipe", "torchgpipe"),  # millions; both round
-    [
-        ("82m", (18, 208), 82, 81.5),
-        ("319m", (18, 416), 318, 319.0),
-        ("543m", (18, 544), 542, 542.7),
-        ("1.1b", (36, 544), 1050, 1060),
-        ("1.8b", (72, 512), 1800, 1840),
-    ],
+    grid(
+        [
+            smallest := ("82m", (18, 208), 82, 81.5),
+            ("319m", (18, 416), 318, 319.0),
+            ("543m", (18, 544), 542, 542.7),
+            ("1.1b", (36, 544), 1050, 1060),
+            ("1.8b", (72, 512), 1800, 1840),
+        ],
+        smallest,
+    ),
 )
 def test_parameters_are_as_many_as_both_gpipes_say(
     size: str, shape: tuple[int, int], gpipe: float, torchgpipe: float

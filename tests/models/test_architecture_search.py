@@ -98,6 +98,7 @@ def test_a_stream_seen_before_compiles_nothing() -> None:
     assert compiled_in(lambda: searched(2)) == 0
 
 
+@pytest.mark.thorough
 def test_a_search_that_is_left_keeps_its_state(tmp_path: Any) -> None:
     search = ArchitectureSearch(SUPERNET, seed=3, steps=2)
     pipe = jvpipe.Pipeline(

@@ -191,6 +191,7 @@ def test_large_is_planned_without_its_parameters() -> None:
     assert loss.total.shape == loss.weight.shape == ()
 
 
+@pytest.mark.thorough
 def test_it_learns_a_batch_by_heart() -> None:
     workload = tiny(blocks=2, width=32)
     params, batch = jax.jit(workload.init)(KEY), fake_batch(workload, size=8)

@@ -126,6 +126,7 @@ def test_a_block_is_that_of_a_plain_reference() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_few_steps_learn() -> None:
     workload, _ = tiny(slots=2)
     params, batch, optimizer = jax.jit(workload.init)(KEY), fake_batch(), optax.adam(1e-2)

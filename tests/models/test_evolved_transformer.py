@@ -152,6 +152,7 @@ def test_both_branches_add_up() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_few_steps_of_a_stream_of_architectures_learn() -> None:
     workload, supernet = tiny()
     batch, optimizer, losses = fake_batch(workload), optax.adam(1e-2), []

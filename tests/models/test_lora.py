@@ -26,6 +26,7 @@ def shaken(params: Any) -> Any:
     return jax.tree.unflatten(tree, drawn)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", grid([llama, gpt2], gpt2))
 def test_a_plain_model_with_merged_kernels_computes_the_same(module: Any) -> None:
     name = module.__name__.rpartition(".")[2]

@@ -9,11 +9,12 @@ import optax
 import pytest
 
 from jvpipe.models.recipe import OPTIMIZERS, Recipe
+from tests.grid import grid
 
 RATES = {"sgd": 0.3, "momentum": 0.05}
 
 
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("local", grid([False, True], False))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_goes_downhill(name: str, local: bool) -> None:
     recipe = Recipe(RATES.get(name, 0.1), optimizer_name=name, warmup_steps=2)

@@ -7,6 +7,7 @@ from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import check
 from jvpipe.schedules import SCHEDULES, find_schedule
+from tests.grid import grid
 
 SECONDS = [3.0, 1.0, 2.0, 2.0, 1.0, 4.0, 1.0, 2.0]
 COSTS = Costs(
@@ -16,7 +17,7 @@ COSTS = Costs(
 )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", grid(SCHEDULES, "gpipe", "interleaved", "zb-v", "2bw"))
 @pytest.mark.parametrize("planner", [planner.name for planner in PLANNERS])
 def test_every_planner_gives_a_plan_that_passes_the_validator(planner: str, schedule: str) -> None:
     for stages in (

@@ -153,7 +153,8 @@ def test_same_bits_whatever_is_kept(make: Callable[[], Case]) -> None:
     )
 
 
-@pytest.mark.parametrize("make", grid(FATES_LOW, transformer_block))
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", FATES_LOW)
 def test_same_bits_whatever_is_kept_in_bfloat16(make: Callable[[], Case]) -> None:
     case = in_bfloat16(make())
     found = outcome(case, everything, optimize=True)

@@ -223,10 +223,7 @@ GLOBAL = {
     "name",
     grid(
         LOCAL,
-        "adamw",
         "lamb",
-        "adafactor",
-        "inject_hyperparams",
         "multi_transform",
         "muon",
         "MultiSteps",

@@ -104,7 +104,6 @@ def random_plan(pipe: jvpipe.Pipeline, draw: random.Random) -> jvpipe.Plan:
             *((name, "gpipe") for name in ("resnet", "three-readers")),
         ],
         ("one-hot", "1f1b"),
-        ("resnet", "gpipe"),
     ),
 )
 def test_moves_at_any_moment_change_no_bit(name: str, schedule: str) -> None:

@@ -368,6 +368,7 @@ def test_the_limit_is_kept_or_nothing_happens() -> None:
     assert before + stepped(pipe, state, given)[1] == stepped(*started(), batches(), 4)[1]
 
 
+@pytest.mark.thorough
 def test_layers_are_timed_in_the_room_that_the_present_model_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

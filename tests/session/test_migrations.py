@@ -90,6 +90,7 @@ def test_a_loss_that_the_last_stage_before_a_move_makes_last_is_told_from_where_
     assert losses[0] == losses[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", grid(["pipedream", "2bw"], "pipedream"))
 def test_two_moves_soon_after_each_other_in_a_stream_that_has_not_begun(schedule: str) -> None:
     """Versions lie for a while where their layer was between the two; asked for before anything is

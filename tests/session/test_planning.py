@@ -21,6 +21,7 @@ from tests.grid import grid
 from tests.zoo import CASES
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stages", "schedule", "planner"),
     grid([ours := (3, "1f1b", "jvpipe"), (2, "gpipe", "torchgpipe")], ours),

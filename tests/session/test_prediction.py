@@ -70,7 +70,6 @@ def assert_near(found: Tree, expected: Tree) -> None:
         ],
         ("mlp", "interleaved", {}),
         ("mlp", "2bw", {}),
-        ("resnet", "1f1b", {}),
     ),
 )
 def test_any_function_gives_what_one_device_gives(

@@ -232,6 +232,7 @@ def test_a_transformer_has_the_same_bits_in_parts() -> None:
     assert cut == alone
 
 
+@pytest.mark.thorough
 def test_more_stages_than_layers_cut_layers() -> None:
     params, given = parameters(*[8] * 6), batch()
     alone, pipe = run(params, given, feed_forward, 1, planner="even")

@@ -11,6 +11,7 @@ import pytest
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.replanning import Replan, Rule, Seen, Trigger
+from tests.grid import grid
 
 MICRO = 4
 
@@ -81,7 +82,7 @@ def slowest_s(
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", grid([True, False], False))
 @pytest.mark.parametrize("cuts", [(6, 6), (3, 3, 3, 3)])
 def test_noise_moves_nothing(cuts: tuple[int, ...], *, known: bool, synchronous: bool) -> None:
     for seed in range(4):
@@ -92,7 +93,7 @@ def test_noise_moves_nothing(cuts: tuple[int, ...], *, known: bool, synchronous:
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("factor", grid([1.5, 2.0, 3.0], 1.5))
 @pytest.mark.parametrize(("cuts", "device"), [((6, 6), 0), ((6, 6), 1), ((4, 4, 4, 4), 2)])
 def test_a_slow_device_is_relieved_and_gets_its_layers_back(
     cuts: tuple[int, ...], device: int, factor: float, *, known: bool

@@ -135,7 +135,7 @@ MADE |= {"looked-up": looked_up, "squeezed": squeezed}
             ("looked-up", 6),
             ("squeezed", 6),
         ],
-        *((name, 2) for name in MADE),
+        *((name, 2) for name in list(MADE)[::2]),
         ("weighed", 3),
     ),
 )

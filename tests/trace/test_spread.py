@@ -16,6 +16,7 @@ from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.spread import Spreading, reaching
 from jvpipe.trace.sums_and_means import Beside, Lies
+from tests.grid import grid
 
 MANY, FEW, T, D = 6, 2, 3, 4
 
@@ -204,9 +205,10 @@ def test_finds_sums_and_means(name: str) -> None:
     assert found.over is over
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, (_, over) in FOUND.items() if over in (Over.SUM, Over.MEAN)]
-)
+SUMMED = [name for name, (_, over) in FOUND.items() if over in (Over.SUM, Over.MEAN)]
+
+
+@pytest.mark.parametrize("name", grid(SUMMED, *SUMMED[::3]))
 def test_what_is_a_sum_or_a_mean_is_made_of_those_of_slices(name: str) -> None:
     fn, over = FOUND[name]
     x = np.random.default_rng(1).normal(size=(MANY, T, D)).astype(np.float32)
