@@ -12,13 +12,13 @@ def loop_reasons(traced: Traced) -> list[str]:
     lines = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]
-        counts = [eqn.params["length"] for eqn in loops if eqn.primitive.name == "scan"]
-        once = bool(counts) and max(counts) < 2
-        if not loops or once or not layer.reading(ValueKind.PARAMETER):
+        # How often a while loop runs is not known: it has no parameter `length`.
+        counts = [eqn.params.get("length") for eqn in loops]
+        if set(counts) <= {0, 1} or not layer.reading(ValueKind.PARAMETER):
             continue
-        times = f"{max(counts)} iterations" if counts else "an unknown number of iterations"
+        times = "an unknown number of" if None in counts else max(counts)
         lines.append(
-            f"layer {layer.name} has a loop of {times}, which share their parameters: it "
+            f"layer {layer.name} has a loop of {times} iterations, which share their parameters: it "
             "is not cut between them. Written out, as a loop of Python or with "
             "unroll=True, each iteration can be a layer"
         )

@@ -31,6 +31,20 @@ def test_a_layer_that_is_a_loop_over_time_says_so() -> None:
     assert "unroll=True" in reason
 
 
+def test_a_loop_without_a_known_end_says_so_beside_one_that_runs_once() -> None:
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        still = jax.lax.stop_gradient(params["in"])
+        grown = jax.lax.while_loop(lambda x: x[0, 0] < 2, lambda x: x + 1, still)
+        step = lambda carry, now: (jnp.tanh(carry + now), None)  # noqa: E731
+        x, _ = jax.lax.scan(step, jnp.zeros((4, 8)), (batch @ grown)[None])
+        return jnp.mean((x @ params["out"]) ** 2)
+
+    weights = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in ("in", "out")}
+    batch = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    (reason,) = loop_reasons(trace_model(loss_fn, weights, batch, None).traced)
+    assert "has a loop of an unknown number of iterations" in reason
+
+
 def test_running_statistics_that_are_trained_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
