@@ -153,6 +153,7 @@ def test_holds_only_jvpipe(wheel: Path) -> None:
     assert "jvpipe/py.typed" in names
 
 
+@pytest.mark.thorough
 def test_the_wheel_beside_the_core_alone_trains_saves_plans_and_names_extras(
     python: Path, tmp_path: Path
 ) -> None:

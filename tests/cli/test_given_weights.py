@@ -81,6 +81,7 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         begun(options("gpt2", init_from=str(tmp_path / "gpt2")))
 
 
+@pytest.mark.thorough
 def test_adapters_are_trained_and_given_back_to_transformers(tmp_path: Path) -> None:
     """From a folder to a folder, under a limit that full fine-tuning could not keep."""
     lines, tuned = tmp_path / "texts.jsonl", tmp_path / "tuned"

@@ -50,6 +50,7 @@ def compiled_here(shape: Any) -> Sizes:
     )
 
 
+@pytest.mark.thorough
 def test_the_child_says_what_compiling_here_says() -> None:
     texts = [text_of(shape, "cpu") for shape in SHAPES]
     compiler = Compiler(CPU)

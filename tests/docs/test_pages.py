@@ -26,7 +26,7 @@ NOT_RUN = {
 """Why blocks are not run here: what they need is not here, or they would run these tests."""
 RAN: set[str] = set()
 """Commands that more than one page has are run once, but for those that go on with a run."""
-READ_FIRST = ("README.md", "index.md", "start.md", "memory.md", "finetune.md")
+READ_FIRST = ("README.md", "index.md", "start.md", "memory.md")
 LANGUAGES = {"python", "diff", "sh", "toml", "yaml", "json"}
 DIRECTIVE = re.compile(r"\{(?:toctree|eval-rst|literalinclude)\}.*")
 COLUMNS = 100
@@ -100,9 +100,7 @@ def test_code_is_fenced_and_links_lead_somewhere(page: str) -> None:
         assert "://" in link or (PAGES[page].parent / link).exists()
 
 
-@pytest.mark.parametrize(
-    "page", grid([page for page in PAGES if code(page)], *READ_FIRST, "recipes.md")
-)
+@pytest.mark.parametrize("page", grid([page for page in PAGES if code(page)], *READ_FIRST))
 def test_code_runs(page: str, tmp_path: Path) -> None:
     prepare(page, tmp_path)
     here(run_code, page, stands=tmp_path)

@@ -146,6 +146,7 @@ def test_bit_identical_on_several_devices(name: str) -> None:
     assert_same_bits(trained(m, min(4, one[2]), "1f1b"), one)
 
 
+@pytest.mark.thorough
 def test_bit_identical_in_bfloat16() -> None:
     m = in_bfloat16(CASES["resnet"]())
     assert_same_bits(trained(m, 3, "1f1b"), trained(m, 1, "gpipe"))

@@ -108,7 +108,7 @@ def test_every_family_has_the_bits_of_1f1b_with_any_fates_and_holds_what_was_tol
             assert one.ledger.peak == [peak.bytes for peak in one.session.compiled.peaks]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("schedule", grid(["interleaved", "zb-v"], "zb-v"))
 def test_what_one_family_saved_another_goes_on_with_and_layers_move_inside_a_step(
     schedule: str, tmp_path: Any
 ) -> None:

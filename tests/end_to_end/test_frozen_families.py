@@ -12,11 +12,9 @@ import pytest
 
 import jvpipe
 from tests.end_to_end.test_exactness import batch_of, key_of
-from tests.grid import grid
 from tests.zoo import CASES
 
 MICRO = 4
-SEVERAL = ("three-readers",)
 
 
 def trained(name: str, labels: Any, **options: Any) -> tuple[jvpipe.Pipeline, list[Any]]:
@@ -35,7 +33,8 @@ def trained(name: str, labels: Any, **options: Any) -> tuple[jvpipe.Pipeline, li
     return pipe, [*made, *jax.tree.leaves((pipe.params(state), pipe.model_state(state)))]
 
 
-@pytest.mark.parametrize("name", grid(CASES, *SEVERAL))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_trained_has_the_bits_that_it_had(name: str) -> None:
     tree = jax.tree.structure(CASES[name]().params)
     for first in ("frozen", "trained"):

@@ -47,6 +47,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_the_model_and_its_recipe_are_what_was_asked_for(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     assert {name: config["model_config"][name] for name in ("blocks", "width", "tokens")} == {

@@ -54,6 +54,7 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one_on_one_device(name: str, tmp_
         np.testing.assert_array_equal(values, load_file(two)[key])
 
 
+@pytest.mark.thorough
 def test_stages_share_devices_as_is_decided_and_a_resumed_run_takes_other_counts(
     tmp_path: Path,
 ) -> None:

@@ -110,7 +110,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
             ("xpipe", 3, {}),
         ],
         ("1f1b", 2, {"replicas": (2, 1)}),
-        ("zb-h1", 2, {"optimizer": CLIPPED}),
         ("pipedream", 2, {}),
     ),
 )

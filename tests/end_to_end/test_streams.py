@@ -275,7 +275,6 @@ def key_in_state() -> Case:
     grid(
         product((CASES["chained-keys"], key_in_state), (False, True)),
         (CASES["chained-keys"], False),
-        (key_in_state, True),
     ),
 )
 def test_keys_are_saved_as_keys(make: Callable[[], Case], drained: bool, tmp_path: Path) -> None:

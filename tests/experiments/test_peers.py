@@ -28,6 +28,7 @@ def told(made: work.Ready, reference: Path) -> float:
     return found["error"]
 
 
+@pytest.mark.thorough
 def test_all_compute_the_same(reference: Path) -> None:
     with jax.numpy_rank_promotion("allow"):
         assert told(by_jit.ready("scan", work.TINY), reference) < 1e-5

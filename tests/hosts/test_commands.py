@@ -229,6 +229,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return {(where.split(":")[0], int(where.split(":")[1], 16)) for where in own}
 
 
+@pytest.mark.thorough
 def test_second_and_strange_processes_are_refused_and_the_run_goes_on(
     page: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import jvpipe
 from jvpipe import BatchStatistics, deferred_batch_norm
+from tests.grid import grid
 
 WIDTH, RATE, STEPS, MOMENTUM, EPSILON = 3, 0.5, 2, 0.1, 1e-5
 Tree = Any
@@ -96,7 +97,7 @@ def loss_of(micro: int) -> Any:
 
 @pytest.mark.parametrize(
     ("micro", "options"),
-    [(1, {}), (3, {}), (4, {"checkpoint": "always"})],
+    grid([(1, {}), (3, {}), (4, {"checkpoint": "always"})], (4, {"checkpoint": "always"})),
     ids=["one", "three", "four, recomputed"],
 )
 def test_running_statistics_are_those_of_whole_batches(micro: int, options: Any) -> None:

@@ -121,6 +121,7 @@ def wide(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
 
 
+@pytest.mark.thorough
 def test_loss_and_gradient_are_those_of_a_plain_reference() -> None:
     model, batch = AmoebaNet(TINY), fake_images()
     params = shaken(jax.eval_shape(model.init, KEY))

@@ -160,6 +160,7 @@ def test_blocks_trace_alike_and_capture_nothing(dropout: float) -> None:
     assert three[start : start + block] == three[start + 2 * block : start + 3 * block]
 
 
+@pytest.mark.thorough
 def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
     workload, exact = tiny(dtype="bfloat16"), tiny()
     params, batch = shaken(workload), fake_batch(workload)

@@ -100,6 +100,7 @@ def test_the_scan_is_cut_between_blocks() -> None:
     assert len(graph.layers) >= 2 + 4
 
 
+@pytest.mark.thorough
 def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
     workload, exact, batch = (
         load("llama", "tiny", dtype="bfloat16"),

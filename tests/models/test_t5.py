@@ -33,6 +33,7 @@ def params_of(workload: Workload) -> dict:
     return jax.jit(workload.init)(KEY)
 
 
+@pytest.mark.thorough
 def test_the_decoder_looks_at_all_that_was_read_and_back() -> None:
     workload = tiny()
     params, batch = params_of(workload), fake_batch(workload)

@@ -142,9 +142,7 @@ FULL: dict[str, tuple[Share, int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", grid(FULL, "pre-norm", "mixer", "normalized-products", "recurrent", "custom-rules")
-)
+@pytest.mark.parametrize("name", grid(FULL, "pre-norm", "mixer", "custom-rules"))
 def test_halves_have_the_bits_of_the_whole(name: str) -> None:
     share, split = FULL[name]
     assert check(CASES[name](), share) == split
@@ -162,7 +160,7 @@ LOW: list[tuple[Callable[[], Case], Share]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "share"), grid(LOW, LOW[0], LOW[3]))
+@pytest.mark.parametrize(("make", "share"), grid(LOW, LOW[3]))
 def test_halves_have_the_bits_of_the_whole_in_bfloat16(
     make: Callable[[], Case], share: Share
 ) -> None:

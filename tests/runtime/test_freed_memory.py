@@ -44,6 +44,7 @@ def test_freed_memory_is_kept() -> None:
     assert again < first / 10
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_the_environment_has_the_last_word() -> None:
     kept, first, again = told(MALLOC_TRIM_THRESHOLD_="131072")

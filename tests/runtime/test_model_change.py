@@ -18,6 +18,7 @@ from jvpipe.ir.buffers import HOST
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.state import model_change
 from jvpipe.runtime.state.model_change import ModelSwitch
+from tests.grid import grid
 
 MICRO, WIDTH = 4, 4
 Names = tuple[str, ...]
@@ -250,7 +251,7 @@ def test_another_run_finds_nothing_parked(tmp_path: Any) -> None:
     assert [path[0] for path in pipe.session.model_history[-1].new] == ["b", "b", "c", "c"]
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipemare"])
+@pytest.mark.parametrize("schedule", grid(["2bw", "pipemare"], "2bw"))
 def test_a_stream_in_flight_is_drained_first(schedule: str) -> None:
     def run(*, drains: bool) -> tuple[list[float], Any]:
         pipe, state = started(2, schedule=schedule, optimizer=optax.adamw(1e-2))

@@ -128,6 +128,7 @@ def test_layers_move_between_stages_of_other_widths() -> None:
         pipe.migrate(state, TWO_ONE, at=(4, 1))
 
 
+@pytest.mark.thorough
 def test_a_loss_of_one_example_may_be_mapped_over_all() -> None:
     def one(params: Any, x: jax.Array) -> jax.Array:
         for w in params:

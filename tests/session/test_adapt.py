@@ -90,6 +90,7 @@ def test_layers_leave_a_slow_device_and_come_back_and_no_bit_changes(
     assert all(c.moved_bytes > 0 for c in pipe.session.history)
 
 
+@pytest.mark.thorough
 def test_layers_leave_slow_replicas_and_no_bit_changes(devices: Devices) -> None:
     m, home = CASES["mlp"](), jvpipe.Plan.from_cuts([3, 2], devices=[(0, 2), (1, 3)])
     expected = trained(m, *started(m, home), devices, steps=10)

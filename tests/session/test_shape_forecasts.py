@@ -18,6 +18,7 @@ import jvpipe
 from jvpipe.cli.plan_command import main
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.session.forecast import Forecast
+from tests.grid import grid
 
 GPU = Accelerator("small", 2**30, 1e11, {"float32": 1e12}, launch_s=1e-6)
 FAST = Cluster("fast", GPU, 4, peer=Link(1e12))
@@ -137,7 +138,7 @@ def test_a_plan_runs_as_it_is() -> None:
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, batch, None), rtol=1e-6)
 
 
-@pytest.mark.parametrize("planner", ["dapple", "pipedream"])
+@pytest.mark.parametrize("planner", grid(["dapple", "pipedream"], "pipedream"))
 def test_planners_of_the_papers_are_asked_by_name(planner: str) -> None:
     found = planned(devices=4, planner=planner)
     assert found.plan.planner == planner

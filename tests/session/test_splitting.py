@@ -215,6 +215,7 @@ def run(
     return (losses, [x.tobytes() for x in jax.tree.leaves(pipe.params(state))]), pipe
 
 
+@pytest.mark.thorough
 def test_a_transformer_has_the_same_bits_in_parts() -> None:
     case = transformer(2)
     micro = micro_batch_shapes(case.batch, 2)

@@ -243,6 +243,7 @@ def test_layers_may_differ_in_how_much_slower_they_are() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_order_of_tasks_is_found_for_each_order_of_devices() -> None:
     problem = two(12, 1, 0.9)
     found = [find_order(one) for one in orders(problem)]

@@ -96,6 +96,7 @@ def test_a_plan_brings_its_lists() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.thorough
 def test_the_same_is_found_again() -> None:
     problem = problem_of(12, 3, 6, 1)
     assert find_order(problem) == find_order(problem)

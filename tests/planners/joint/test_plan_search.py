@@ -85,7 +85,7 @@ def least_step_s(problem: Problem) -> float:
     return least
 
 
-@pytest.mark.parametrize("schedule", grid(SCHEDULES, "gpipe", "1f1b"))
+@pytest.mark.parametrize("schedule", grid(SCHEDULES, "1f1b"))
 def test_small_chains_equal_enumeration(schedule: str) -> None:
     met = 0
     for seed, share in itertools.product(range(3), (0.5, 0.65, 0.8, 1.2)):
@@ -186,6 +186,7 @@ def test_twelve_layers_on_three_stages_equal_the_milp() -> None:
         assert bound * (1 - 1e-9) <= evaluation.step_s <= best * (1 + 1e-3)
 
 
+@pytest.mark.thorough
 def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
     """In four minutes HiGHS finds what jvpipe finds at once, and proves that nothing is 1.2%
     better.
@@ -197,7 +198,7 @@ def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
     assert evaluation.step_s == pytest.approx(842.8946, abs=1e-3)
 
 
-@pytest.mark.parametrize("schedule", grid(SCHEDULES, "pipedream", "2bw"))
+@pytest.mark.parametrize("schedule", grid(SCHEDULES, "pipedream"))
 def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None:
     for seed, share, m in ((0, 0.6, 1), (1, 0.6, 4), (0, 1.5, 4)):
         problem = limited(chain(12, 4, schedule, 4 * m, seed), share)
