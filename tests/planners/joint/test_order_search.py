@@ -67,9 +67,14 @@ def test_it_is_no_slower_than_any_rule(devices: int, link: Link) -> None:
         assert found.step_s <= simulated_step_s(other, stages) + 1e-9, name
 
 
-@pytest.mark.parametrize(("devices", "part"), grid([(3, 0.9), (2, 0.7)], (2, 0.7)))
-def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(devices: int, part: float) -> None:
-    free = problem_of(9, devices, 6)
+@pytest.mark.parametrize(
+    ("layers", "devices", "micro", "part"),
+    grid([(9, 3, 6, 0.9), (9, 2, 6, 0.7), (6, 2, 4, 0.7)], (6, 2, 4, 0.7)),
+)
+def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(
+    layers: int, devices: int, micro: int, part: float
+) -> None:
+    free = problem_of(layers, devices, micro)
     keeps = evaluate_decision(free, find_planner("even").decide(free)).peak_bytes
     problem = replace(free, memory_limit_bytes=int(part * keeps))
     found = find_order(problem)
