@@ -140,12 +140,12 @@ def _number(
     try:
         numbers = [_read_number(text) for text in texts]
     except ValueError:
-        digits = f"{field}={written} is not a number: write digits, such as 1000.5"
+        digits = f"{field}={brief(written)} is not a number: write digits, such as 1000.5"
         raise wrong(file, line, digits) from None
     # The sum is checked, too, because the sum of finite numbers may be infinite.
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
-            raise wrong(file, line, f"{field}={written} {reason}")
+            raise wrong(file, line, f"{field}={brief(written)} {reason}")
     return sum(numbers)
 
 

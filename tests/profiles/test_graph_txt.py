@@ -114,15 +114,15 @@ def test_a_description_may_hold_anything_but_the_end_of_a_line() -> None:
         ([node(1), node(1)], "g.txt, line 2: node1 was described on line 1 already"),
         (
             [node(1, forward_compute_time="-1")],
-            "line 1: forward_compute_time=-1 must be finite and not negative",
+            "line 1: forward_compute_time='-1' must be finite and not negative",
         ),
         (
             [node(1, backward_compute_time="nan")],
-            "line 1: backward_compute_time=nan must be finite and not negative",
+            "line 1: backward_compute_time='nan' must be finite and not negative",
         ),
         (
             [node(1, parameter_size="inf")],
-            "line 1: parameter_size=inf must be finite and not negative",
+            "line 1: parameter_size='inf' must be finite and not negative",
         ),
         (
             [node(1, activation_size="[8.0; -1]")],
@@ -132,19 +132,20 @@ def test_a_description_may_hold_anything_but_the_end_of_a_line() -> None:
         ([node(1, activation_size="[8.0; 4")], "line 1: activation_size=.* is not a number"),
         (
             [node(1, forward_compute_time="1_000")],
-            "line 1: forward_compute_time=1_000 is not a number: write digits",
+            "line 1: forward_compute_time='1_000' is not a number: write digits",
         ),
         (
             [node(1, parameter_size="\u0661\u0662")],
             "line 1: parameter_size=.* is not a number: write digits",
         ),
         ([node(1, activation_size="[8.0; 1_0]")], "line 1: activation_size=.* is not a number"),
+        ([node(1, parameter_size="x" * 5000)], r"line 1: parameter_size='x{9,90}\.\.\.x+' is not"),
         ([node("9" * 5000)], "line 1: a line starts with `node` and a number"),
         ([node("\u0661")], "line 1: a line starts with `node` and a number"),
         ([node(1), node(2), "\tnode1 -- node\u0662"], "line 3: an indented line is an edge"),
         ([node(1, activation_size="[]")], "line 1: activation_size=.* is not a number"),
         ([node(1, parameter_size="[8.0; 4.0]")], "line 1: parameter_size=.* is not a number"),
-        ([node(1, parameter_size="")], "line 1: parameter_size= is not a number"),
+        ([node(1, parameter_size="")], "line 1: parameter_size='' is not a number"),
         (
             [node(1), "node2 -- Add -- forward_compute_time=1"],
             "line 2: the field backward_compute_time is missing",
