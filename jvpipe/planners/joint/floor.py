@@ -19,11 +19,10 @@ floor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
@@ -74,7 +73,6 @@ def floor(
         enough_bytes: the search ends at a plan whose fullest device holds at most this many bytes.
         keeps: whether only plans that keep everything are tried.
     """
-    problem = _untimed(problem)
     few = len(problem.costs.layers) <= LIMIT.every_cut_layers
     most_plans = LIMIT.plans_of_few if few else LIMIT.plans
     search = _FloorSearch(held_bytes, enough_bytes, most_plans)
@@ -142,45 +140,11 @@ class _FloorSearch:
                 )
 
 
-def _untimed(problem: Problem) -> Problem:
-    """Returns the problem without a limit, and with the same fixed seconds for every layer."""
-    # Groups that share costs share the new costs too, so that their layers are summed up only once.
-    cache = dict[int, Costs]()
-
-    def untimed(costs: Costs) -> Costs:
-        if id(costs) not in cache:
-            layers = tuple(map(_untimed_layer, costs.layers))
-            cache[id(costs)] = replace(costs, layers=layers)
-        return cache[id(costs)]
-
-    groups = tuple(
-        replace(group, slowness=(), costs=group.costs and untimed(group.costs))
-        for group in problem.groups
-    )
-    costs = untimed(problem.costs)
-    return replace(
-        problem,
-        costs=costs,
-        memory_limit_bytes=None,
-        groups=groups,
-    )
-
-
-def _untimed_layer(layer: LayerCost) -> LayerCost:
-    options = tuple(replace(option, extra_s=1.0) for option in layer.options)
-    return replace(
-        layer,
-        forward_s=1.0,
-        backward_s=2.0,
-        options=options,
-    )
-
-
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     """Yields the emptiest plan, and the emptiest that keeps everything, by the planners' count.
 
     Args:
-        problem: without seconds and limit.
+        problem: as in `floor`.
         keeps: whether only the one that keeps everything is yielded.
     """
     if not keeps:
@@ -208,7 +172,7 @@ def _of_every_cut(
     first plan's count and the emptiest plan's exact bytes (`LIMIT.held_times`).
 
     Args:
-        problem: without seconds and limit.
+        problem: as in `floor`.
         lowest_bytes: returns the exact bytes of the emptiest plan so far.
     """
     least = 0
