@@ -168,7 +168,5 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
         f"{planner.name} finds no plan that fits into {limit} bytes per device: it finds one "
         f"with {enough} bytes, {enough - limit} more. Raise the limit, use more devices, or "
         "use planner 'jvpipe'",
-        stage=0,
-        excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
     )

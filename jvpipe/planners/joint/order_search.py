@@ -138,8 +138,6 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
     return Infeasible(
         f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. "
         f"Raise the limit, add devices, or use smaller micro-batches",
-        stage=0,
-        excess_bytes=least - limit,
         smallest_limit_bytes=least,
     )
 

@@ -304,8 +304,5 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
         f"at best, stage {plan.stage} (layers {i} to {j - 1}) takes {over} bytes more. "
         f"The smallest limit that would do is {plan.peak_bytes} bytes{per_device}; "
         "raise the limit, add stages, or use smaller micro-batches",
-        stage=plan.stage,
-        excess_bytes=over,
         smallest_limit_bytes=plan.peak_bytes,
-        decision=plan.decision,
     )
