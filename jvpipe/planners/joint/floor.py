@@ -208,7 +208,7 @@ def _neighbors(
     if keeps:
         return
 
-    def counted(decision: Decision) -> StageBytes[int]:
+    def counted(decision: Decision) -> StageBytes:
         return stage_bytes(problem, s, i, j, decision.choices)
 
     others = [with_entry(choices, at, way) for at in range(i, j) for way in _ways(problem, at)]
