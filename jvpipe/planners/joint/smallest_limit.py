@@ -18,12 +18,12 @@ from math import comb
 
 import numpy as np
 
-from jvpipe.planners.joint.cut_windows import Reach, area, bounded, least_sufficient
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
-from jvpipe.planners.model.chain_dp import least_max, least_sum
+from jvpipe.planners.model.chain_dp import least_max, least_sufficient, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import CutBlock

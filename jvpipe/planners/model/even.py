@@ -1,6 +1,5 @@
 """Cuts a model evenly: stages get equally many layers, or devices get nearly equal seconds."""
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -8,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.cost.slowness import work_s
+from jvpipe.planners.model.chain_dp import least_sufficient
 from jvpipe.planners.model.grids import sums
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
@@ -125,16 +125,9 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
             bounds.append(int(fits.argmax()) if fits.any() else end - 1)
         return bounds[::-1]
 
-    low = 0.0
-    # Halving is correct because a time suffices if any shorter time does.
     high = float(totals[:, -1].max())
-    best = filled(high)
-    while not math.isclose(low, high, rel_tol=1e-12):
-        middle = (low + high) / 2
-        bounds = filled(middle)
-        if bounds is None:
-            low = middle
-        else:
-            high, best = middle, bounds
+    # Halving is correct because a time suffices if any shorter time does.
+    shortest_s = least_sufficient(lambda tried_s: filled(tried_s) is not None, 0.0, high, 1e-12)
+    best = filled(shortest_s)
     assert best is not None, "there are at least as many layers as stages"
     return best
