@@ -25,7 +25,7 @@ from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
 from jvpipe.planners.model.even import balanced, even
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import check, evaluate_decision
+from jvpipe.planners.model.stage_cost import evaluate_decision
 
 
 def jvpipe(
@@ -53,13 +53,8 @@ def jvpipe(
     """
     kept = _kept_best(problem, refine, begin)
     if kept is not None and _fits(problem, kept):
-        best = kept
-    elif refine:
-        best = _simulated_best(problem, begin, kept)
-    else:
-        best = _surrogate_best(problem)
-    check(problem, best)
-    return best
+        return kept
+    return _simulated_best(problem, begin, kept) if refine else _surrogate_best(problem)
 
 
 def _fits(

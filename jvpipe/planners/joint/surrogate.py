@@ -122,7 +122,7 @@ def trips(
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    # Several factors may lead to the same path. A dictionary keeps each path once, in order.
+    # Several caps and factors may lead to the same path. A dictionary has each path once, in order.
     every_path = dict[tuple[int, ...], None]()
     for factor in CUTS.transfer_factors:
         slower_s = [factor * c for c in comm_s]

@@ -52,15 +52,13 @@ class Trips:
     busy_s: Sequence[Matrix] = ()
 
     def paths(self) -> Iterator[tuple[int, ...]]:
-        """Yields the promising paths, each once, as the index of each bound's cut."""
+        """Yields the promising paths, some more than once, as the index of each bound's cut."""
         least_s = self.least_cap_s()
         if np.isinf(least_s):
             return
-        seen = set()
         for cap, share in product(CUTS.trip_caps, CUTS.trip_weights):
             places = self.path(cap * least_s, share)
-            if places and places not in seen:
-                seen.add(places)
+            if places:
                 yield places
 
     def least_cap_s(self) -> float:
