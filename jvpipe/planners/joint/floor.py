@@ -25,36 +25,13 @@ import numpy as np
 
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
-from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
+from jvpipe.planners.joint.smallest_limit import Floor, min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
 from jvpipe.planners.model.stage_cost import check
-
-
-@dataclass(frozen=True)
-class Floor:
-    """A plan, and the most bytes that the device of each stage holds under the plan."""
-
-    decision: Decision
-    held_bytes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that the fullest device holds."""
-        return max(self.held_bytes)
-
-    @property
-    def stage(self) -> int:
-        """The fullest stage."""
-        return self.held_bytes.index(self.bytes)
-
-    @property
-    def fullness(self) -> list[int]:
-        """The bytes of all devices, the fullest first; lists of emptier plans compare as less."""
-        return sorted(self.held_bytes, reverse=True)
 
 
 def floor(
@@ -105,7 +82,7 @@ class _FloorSearch:
     enough_bytes: int
     left: int
     seen: set[Decision] = field(default_factory=set)
-    lowest: Floor = Floor(Decision((), ()), (2**63,))
+    lowest: Floor = field(default_factory=lambda: Floor(Decision((), ()), (2**63,)))
 
     @property
     def ended(self) -> bool:
@@ -177,8 +154,8 @@ def _of_every_cut(
     """
     least = 0
     for plan in min_bytes_plans(_pricing(problem)):
-        least = least or plan.peak_bytes
-        if plan.peak_bytes > LIMIT.held_times * max(least, lowest_bytes()):
+        least = least or plan.bytes
+        if plan.bytes > LIMIT.held_times * max(least, lowest_bytes()):
             return
         yield plan.decision
 

@@ -59,7 +59,7 @@ def enumerated(problem: Problem) -> tuple[float, int]:
 def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
     enough = min_bytes_plan(pricing_of(problem))
-    assert evaluate_decision(problem, enough.decision).peak_bytes == enough.peak_bytes == smallest
+    assert evaluate_decision(problem, enough.decision).peak_bytes == enough.bytes == smallest
     if least_s == float("inf"):
         with pytest.raises(Infeasible) as raised:
             jvpipe(problem, refine=False)

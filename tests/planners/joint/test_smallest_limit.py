@@ -29,7 +29,7 @@ def test_no_plan_has_an_emptier_fullest_stage(seed: int) -> None:
     least = min(
         evaluate_decision(problem, decision).peak_bytes for decision in every_decision(problem)
     )
-    assert plan.peak_bytes == least == evaluate_decision(problem, plan.decision).peak_bytes
+    assert plan.bytes == least == evaluate_decision(problem, plan.decision).peak_bytes
 
 
 def test_the_error_names_the_smallest_limit() -> None:
