@@ -66,7 +66,7 @@ def _joint(problem: Problem) -> Decision | None:
     time.
     """
     plan = min_bytes_plan(pricing_of(problem))
-    fits = plan.peak_bytes <= (problem.memory_limit_bytes or 0)
+    fits = plan.bytes <= (problem.memory_limit_bytes or 0)
     return plan.decision if fits else None
 
 

@@ -25,12 +25,10 @@ from experiments.schedules.cases import SHARES, Case, bytes_of_1f1b, drawn_cases
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.lower_bound import lower_bound
-from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules.gpipe import GPIPE
@@ -125,7 +123,7 @@ def by_rule(problem: Problem, schedule: Schedule) -> Planned | None:
     try:
         asked = replace(problem, stages=schedule.stages_on(problem.devices), schedule=schedule)
         plain = schedule.chunks == 1 and not asked.splits
-        cuts = balanced(asked, Segments(asked).cuts, layer_s(asked))
+        cuts = balanced(asked)
         if not plain and DeviceFates.of(asked).fastest(asked, cuts) is None:
             return None
         decision = find_planner("jvpipe").decide(asked)

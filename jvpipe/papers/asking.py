@@ -8,6 +8,7 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.device_orders import least_of, worth_searching
 from jvpipe.planners.joint.effort import SHAPE
 from jvpipe.planners.joint.order_search import find_order
+from jvpipe.planners.joint.ordered_plan import under
 from jvpipe.planners.joint.rough_plan import RoughPlan, of_each_kind
 from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.joint.shape_search import least_bytes_plans, rough_plans, simulated_plans
@@ -51,12 +52,12 @@ def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planne
     if problem.schedule != AUTO:
         return answered(planner, problem, find_planner(planner).decide(problem), places)
     ordered = find_order(problem)
-    plan = ordered.plan(problem, planner)
-    # If devices are unlike, the problem's groups have their numbers, and `places` is ignored.
-    if places and not problem.groups:
-        devices = [d for stage in plan.stages for d in stage.devices]
-        plan = plan.on([(places[d],) for d in devices])
-    return Planned(plan, ordered.answered(problem), ordered.decision, ordered)
+    asked = under(problem, ordered.schedule)
+    where = [places[place] for place in asked.places] if places else None
+    planned = answered(planner, asked, ordered.decision, where)
+    ids = problem.costs.ids or range(len(problem.costs.layers))
+    plan = replace(planned.plan, unsplit=tuple(ids[at] for at in ordered.whole))
+    return replace(planned, plan=plan, ordered=ordered)
 
 
 def answered(
@@ -75,6 +76,7 @@ def answered(
     """
     # The plan stores task lists that a search has found, because no schedule can generate them.
     lists = problem.schedule.lists
+    # If devices are unlike, the problem's groups have their numbers, and `places` is ignored.
     where = None if problem.groups or places is None else [(place,) for place in places]
     plan = decision.plan(problem, planner, where)
     if isinstance(lists, GivenLists):
@@ -168,7 +170,5 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
         f"{planner.name} finds no plan that fits into {limit} bytes per device: it finds one "
         f"with {enough} bytes, {enough - limit} more. Raise the limit, use more devices, or "
         "use planner 'jvpipe'",
-        stage=0,
-        excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
     )

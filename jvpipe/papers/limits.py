@@ -69,8 +69,6 @@ def plan_or_raise(
         f"which it finds one is {enough} bytes, {excess} more than this limit, "
         f"and stage {stage} is then the fullest; "
         f"raise the limit, add stages, or use smaller micro-batches",
-        stage=stage,
-        excess_bytes=excess,
         smallest_limit_bytes=enough,
     )
 
@@ -106,7 +104,5 @@ def no_cuts_fit(planner: str, kept: KeptStages) -> Infeasible:
         f"stage {stage} of the smallest plan takes {smallest - limit} bytes more. "
         f"The smallest limit that would do is {smallest} bytes. "
         f"Raise the limit, use smaller micro-batches, or a planner that swaps and recomputes",
-        stage=stage,
-        excess_bytes=smallest - limit,
         smallest_limit_bytes=smallest,
     )

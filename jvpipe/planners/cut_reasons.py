@@ -13,6 +13,8 @@ If devices have several stages, the seconds and bytes are those of devices.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, evaluate_decision, stage_cost
 from jvpipe.util.sizes import ROUNDING, format_bytes
@@ -111,7 +113,4 @@ def _reason(
 
 def _busy_s(problem: Problem, stages: Sequence[StageCost]) -> list[float]:
     """Returns each device's seconds per micro-batch: the sum over its stages, which take turns."""
-    busy_s = [0.0] * problem.devices
-    for place, stage in zip(problem.places, stages, strict=True):
-        busy_s[place] += stage.seconds
-    return busy_s
+    return np.bincount(problem.places, [stage.seconds for stage in stages]).tolist()

@@ -147,13 +147,8 @@ def all_of(parts: Sequence[Seen]) -> Seen:
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
     """
-    layer_s, exposed_s = zip(*parts, strict=True)
-    return Seen(_sums(layer_s), _sums(exposed_s))
-
-
-def _sums(parts: Sequence[Sequence[float]]) -> list[float]:
-    """Adds up the numbers at the same position of all parts."""
-    return list(map(sum, zip(*parts, strict=True)))
+    fields = zip(*parts, strict=True)
+    return Seen(*(list(map(sum, zip(*of, strict=True))) for of in fields))
 
 
 @dataclass(frozen=True, slots=True)

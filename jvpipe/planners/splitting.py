@@ -341,13 +341,9 @@ def even_places(
     cuts_a_layer = np.array([cut.layer is not None for cut in cuts])
     price = cuts_a_layer + sent / (1 + sent.sum())
     most_s = SPLITTING.near_times * least_s
-
-    def prices() -> Iterator[Matrix]:
-        """Yields each stage's price by the same places; infinite if the stage takes too long."""
-        for matrix in matrices():
-            yield np.where(matrix <= most_s, price[: len(matrix), None], np.inf)
-
-    _, path = least_sum(prices())
+    # Each stage's price, by the same places; infinite if the stage takes too long.
+    prices = (np.where(x <= most_s, price[: len(x), None], np.inf) for x in matrices())
+    _, path = least_sum(prices)
     assert path is not None
     chosen = [cuts[at] for at in path]
     return [(cut.layer, cut.before_end) for cut in chosen if cut.layer is not None]

@@ -71,7 +71,7 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
         f"compiler for {compiler} makes it: {smallest:,} bytes would do. "
         "So may more stages or more micro-batches"
     )
-    infeasible = Infeasible(reason, 0, more, smallest)
+    infeasible = Infeasible(reason, smallest)
     refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
     problem = replace(raised, memory_limit_bytes=limit)
     return replace(would_do, problem=problem, answers=(refused,))

@@ -39,7 +39,7 @@ def test_the_error_says_what_would_do() -> None:
     problem = chain(layers, 3, 4, "gpipe", memory_limit_bytes=100)
     costs = replace(problem.costs, edges=())
     error = no_cuts_fit("dapple", KeptStages(replace(problem, costs=costs)))
-    assert (error.stage, error.excess_bytes, error.smallest_limit_bytes) == (1, 24, 124)
+    assert error.smallest_limit_bytes == 124
     assert (
         "stage 1 of the smallest plan takes 24 bytes more. The smallest limit that would do is 124"
         in str(error)

@@ -28,11 +28,7 @@ def test_the_limit_that_it_names_would_do() -> None:
         Infeasible, match=r"halves finds no plan under 300 bytes .* 101 more .* stage 0 is"
     ) as error:
         plan_or_raise(limited(problem, 300), "halves", keeping_halves)
-    assert (error.value.stage, error.value.excess_bytes, error.value.smallest_limit_bytes) == (
-        0,
-        101,
-        401,
-    )
+    assert error.value.smallest_limit_bytes == 401
     assert plan_or_raise(limited(problem, 401), "halves", keeping_halves).bounds == (0, 2, 4)
 
 

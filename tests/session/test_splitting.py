@@ -164,7 +164,7 @@ def test_whole_layers_stay(why: str) -> None:
 
     def plan(traced: Traced) -> CutCandidate:
         if why == "no finer plan":
-            raise Infeasible("nothing fits", stage=0, excess_bytes=1, smallest_limit_bytes=1)
+            raise Infeasible("nothing fits", smallest_limit_bytes=1)
         return begin
 
     keeps_bits: Callable[[Traced, int, Traced], bool] = (

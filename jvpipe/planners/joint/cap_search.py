@@ -260,9 +260,10 @@ class _Boxes:
 
     def _may_be_better(self) -> bool:
         """Tells whether a box may have a better path and there is effort left to open it."""
-        if not self.heap or (self.table.exhausted and self.paths):
+        effort = self.table.effort
+        if not self.heap or (self.table.layers > effort.layers and self.paths):
             return False
-        enough_s = self.best_s * (1 - self.table.effort.tolerance)
+        enough_s = self.best_s * (1 - effort.tolerance)
         return self.heap[0][0] < enough_s
 
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
 from jvpipe.planners.joint.effort import CUTS
+from jvpipe.planners.model.chain_dp import least_sufficient
 from jvpipe.planners.model.grids import OverJ, sums
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.spans import Cuts
@@ -204,32 +205,6 @@ class Reach:
         layers = np.where(np.isfinite(least), least, 0.0)
         self.known[s, prices] = sums(layers) + fixed
         return self.known[s, prices]
-
-
-def least_sufficient(
-    suffices: Callable[[float], bool],
-    low: float,
-    high: float,
-    tolerance: float,
-) -> float:
-    """Finds nearly the least number that suffices, by halving an interval.
-
-    Args:
-        suffices: tells whether a number suffices. Any larger number must suffice too.
-        low: a number that is too small, or the least.
-        high: a number that suffices.
-        tolerance: by how much the result may be above the least, as a share of it.
-
-    >>> least_sufficient(lambda x: x * x >= 2, 0.0, 2.0, 1e-3)
-    1.4150390625
-    """
-    while high - low > tolerance * high:
-        middle = (low + high) / 2
-        if suffices(middle):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def area(windows: Sequence[Cuts]) -> int:

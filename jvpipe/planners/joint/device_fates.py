@@ -46,7 +46,7 @@ class DeviceFates:
 
     pricing: Pricing
     known: dict[object, Fates | None] = field(default_factory=dict)
-    kept: dict[object, StageBytes[int]] = field(default_factory=dict)
+    kept: dict[object, StageBytes] = field(default_factory=dict)
     prices: dict[int, Prices] = field(default_factory=dict)
 
     @staticmethod
@@ -122,7 +122,7 @@ class DeviceFates:
             self.known[asked_for] = self._sought(problem, d, lot, room)
         return self.known[asked_for]
 
-    def _keeping(self, problem: Problem, cell: Cell) -> StageBytes[int]:
+    def _keeping(self, problem: Problem, cell: Cell) -> StageBytes:
         """Counts the bytes of a stage that keeps everything."""
         key = problem.in_flight, problem.splits, cell
         if key not in self.kept:

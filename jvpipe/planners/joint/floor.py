@@ -19,43 +19,19 @@ floor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
-from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
+from jvpipe.planners.joint.smallest_limit import Floor, min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
 from jvpipe.planners.model.stage_cost import check
-
-
-@dataclass(frozen=True)
-class Floor:
-    """A plan, and the most bytes that the device of each stage holds under the plan."""
-
-    decision: Decision
-    held_bytes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that the fullest device holds."""
-        return max(self.held_bytes)
-
-    @property
-    def stage(self) -> int:
-        """The fullest stage."""
-        return self.held_bytes.index(self.bytes)
-
-    @property
-    def fullness(self) -> list[int]:
-        """The bytes of all devices, the fullest first; lists of emptier plans compare as less."""
-        return sorted(self.held_bytes, reverse=True)
 
 
 def floor(
@@ -74,7 +50,6 @@ def floor(
         enough_bytes: the search ends at a plan whose fullest device holds at most this many bytes.
         keeps: whether only plans that keep everything are tried.
     """
-    problem = _untimed(problem)
     few = len(problem.costs.layers) <= LIMIT.every_cut_layers
     most_plans = LIMIT.plans_of_few if few else LIMIT.plans
     search = _FloorSearch(held_bytes, enough_bytes, most_plans)
@@ -107,7 +82,7 @@ class _FloorSearch:
     enough_bytes: int
     left: int
     seen: set[Decision] = field(default_factory=set)
-    lowest: Floor = Floor(Decision((), ()), (2**63,))
+    lowest: Floor = field(default_factory=lambda: Floor(Decision((), ()), (2**63,)))
 
     @property
     def ended(self) -> bool:
@@ -142,45 +117,11 @@ class _FloorSearch:
                 )
 
 
-def _untimed(problem: Problem) -> Problem:
-    """Returns the problem without a limit, and with the same fixed seconds for every layer."""
-    # Groups that share costs share the new costs too, so that their layers are summed up only once.
-    cache = dict[int, Costs]()
-
-    def untimed(costs: Costs) -> Costs:
-        if id(costs) not in cache:
-            layers = tuple(map(_untimed_layer, costs.layers))
-            cache[id(costs)] = replace(costs, layers=layers)
-        return cache[id(costs)]
-
-    groups = tuple(
-        replace(group, slowness=(), costs=group.costs and untimed(group.costs))
-        for group in problem.groups
-    )
-    costs = untimed(problem.costs)
-    return replace(
-        problem,
-        costs=costs,
-        memory_limit_bytes=None,
-        groups=groups,
-    )
-
-
-def _untimed_layer(layer: LayerCost) -> LayerCost:
-    options = tuple(replace(option, extra_s=1.0) for option in layer.options)
-    return replace(
-        layer,
-        forward_s=1.0,
-        backward_s=2.0,
-        options=options,
-    )
-
-
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     """Yields the emptiest plan, and the emptiest that keeps everything, by the planners' count.
 
     Args:
-        problem: without seconds and limit.
+        problem: as in `floor`.
         keeps: whether only the one that keeps everything is yielded.
     """
     if not keeps:
@@ -208,13 +149,13 @@ def _of_every_cut(
     first plan's count and the emptiest plan's exact bytes (`LIMIT.held_times`).
 
     Args:
-        problem: without seconds and limit.
+        problem: as in `floor`.
         lowest_bytes: returns the exact bytes of the emptiest plan so far.
     """
     least = 0
     for plan in min_bytes_plans(_pricing(problem)):
-        least = least or plan.peak_bytes
-        if plan.peak_bytes > LIMIT.held_times * max(least, lowest_bytes()):
+        least = least or plan.bytes
+        if plan.bytes > LIMIT.held_times * max(least, lowest_bytes()):
             return
         yield plan.decision
 
@@ -244,7 +185,7 @@ def _neighbors(
     if keeps:
         return
 
-    def counted(decision: Decision) -> StageBytes[int]:
+    def counted(decision: Decision) -> StageBytes:
         return stage_bytes(problem, s, i, j, decision.choices)
 
     others = [with_entry(choices, at, way) for at in range(i, j) for way in _ways(problem, at)]

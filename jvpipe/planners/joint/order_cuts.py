@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
-from jaxtyping import Float
 
+from jvpipe.cost.slowness import work_s
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.spans import Cuts
 
@@ -100,20 +100,14 @@ def _least_busy_first(
     every: list[tuple[int, ...]],
 ) -> list[tuple[int, ...]]:
     """Sorts bounds by the seconds per micro-batch for which their busiest device works."""
-    usual_s = layer_s(problem)
+    usual_s = np.array(work_s(problem.costs.layers))
     places = problem.places
     layers_s = [usual_s * (problem.slowness(s) or 1.0) for s in range(problem.stages)]
 
     def busiest_s(bounds: Sequence[int]) -> float:
         works_s = [0.0] * problem.devices
         for s, (i, j) in enumerate(pairwise(bounds)):
-            work_s = layers_s[s][i:j].sum()
-            works_s[places[s]] += float(work_s)
+            works_s[places[s]] += float(layers_s[s][i:j].sum())
         return max(works_s)
 
     return sorted(every, key=busiest_s)
-
-
-def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
-    """Returns the seconds of each layer's forward plus backward, on a device of usual speed."""
-    return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])

@@ -131,14 +131,10 @@ class Loads:
                 more[kind].append(size)
         return more
 
-    def over_bytes(self, order: TaskLists) -> list[float]:
-        """Counts by how many bytes each device exceeds its room; not above 0 if it fits."""
-        rooms = zip(order, self.rooms_bytes(order), strict=True)
-        return [self.peak_bytes(tasks) - room for tasks, room in rooms]
-
     def fits(self, order: TaskLists) -> bool:
         """Tells whether each device has room for what an order has in flight."""
-        return max(self.over_bytes(order)) <= 0
+        rooms = zip(order, self.rooms_bytes(order), strict=True)
+        return all(self.peak_bytes(tasks) <= room for tasks, room in rooms)
 
     def rooms_bytes(self, order: TaskLists) -> list[float]:
         """Counts the bytes that micro-batches in flight may hold on each device under an order."""

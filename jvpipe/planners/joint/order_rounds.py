@@ -71,10 +71,6 @@ class _DeviceRounds:
             return self.done(Kind.I) - self.late
         return len(self.ends_s[kind])
 
-    def ended_s(self, kind: Kind, m: int) -> float:
-        """Returns when a task ended; it must have run."""
-        return self.ends_s[kind][m]
-
 
 class Rounds:
     """One run of the heuristic; its `order` is None if the forwards do not fit the rooms.
@@ -252,9 +248,9 @@ class Rounds:
         loads = self._loads
         m = self._devices[s].done(kind)
         if kind is Kind.F and s:
-            return self._devices[s - 1].ended_s(kind, m) + loads.send_s[s - 1]
+            return self._devices[s - 1].ends_s[kind][m] + loads.send_s[s - 1]
         if kind is Kind.I and s + 1 < self._count:
-            sent_s = self._devices[s + 1].ended_s(kind, m)
+            sent_s = self._devices[s + 1].ends_s[kind][m]
             return sent_s + loads.send_s[s] - loads.early_s[s]
         return 0.0
 

@@ -138,8 +138,6 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
     return Infeasible(
         f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. "
         f"Raise the limit, add devices, or use smaller micro-batches",
-        stage=0,
-        excess_bytes=least - limit,
         smallest_limit_bytes=least,
     )
 
@@ -187,8 +185,7 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Ruled
     for rules, fates in placements:
         placed = [under(problem, rule) for rule in rules]
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
-        choose_cuts = all_cuts if few else first_cuts
-        for bounds in choose_cuts(placed[0], cuts):
+        for bounds in all_cuts(placed[0], cuts) if few else first_cuts(placed[0]):
             below_s = float("inf")
             if few:
                 below_s = min((one.step_s for one in every), default=below_s)

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
-from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.rule_search import RuledPlan
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision, keeps_limits
 from jvpipe.planners.model.stage_simulation import simulated_bubble_fraction, simulated_step_s
-from jvpipe.schedules.auto import GivenLists, lines_of
 from jvpipe.schedules.schedule import Schedule
 
 
@@ -36,19 +34,6 @@ class OrderedPlan:
     whole: tuple[int, ...] = ()
     others: dict[str, float] = field(default_factory=dict)
     lent: float = 0.0
-
-    def answered(self, problem: Problem) -> Problem:
-        """Returns the problem under the order that was found, with the stages of the decision."""
-        return under(problem, self.schedule)
-
-    def plan(self, problem: Problem, planner: str) -> Plan:
-        """Makes the plan, with its lists of tasks and each stage on its device."""
-        lists, costs = self.schedule.lists, problem.costs
-        assert isinstance(lists, GivenLists)
-        ids = costs.ids or tuple(range(len(costs.layers)))
-        plan = self.decision.plan(self.answered(problem), planner)
-        tasks = lines_of(lists.lists)
-        return replace(plan, tasks=tasks, unsplit=tuple(ids[at] for at in self.whole))
 
 
 def under(problem: Problem, rule: Schedule) -> Problem:

@@ -20,14 +20,12 @@ from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
-from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
 from jvpipe.planners.model.even import balanced, even
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import check, evaluate_decision
+from jvpipe.planners.model.stage_cost import evaluate_decision
 
 
 def jvpipe(
@@ -55,13 +53,8 @@ def jvpipe(
     """
     kept = _kept_best(problem, refine, begin)
     if kept is not None and _fits(problem, kept):
-        best = kept
-    elif refine:
-        best = _simulated_best(problem, begin, kept)
-    else:
-        best = _surrogate_best(problem)
-    check(problem, best)
-    return best
+        return kept
+    return _simulated_best(problem, begin, kept) if refine else _surrogate_best(problem)
 
 
 def _fits(
@@ -193,9 +186,8 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
         problem: the problem to plan for.
         kept: the best plan without a limit, if it was searched.
     """
-    cuts = Segments(problem).cuts
     yield even(problem).bounds
-    yield balanced(problem, cuts, layer_s(problem))
+    yield balanced(problem)
     if problem.memory_limit_bytes is not None:
         yield (kept or jvpipe(problem.unlimited)).bounds
 

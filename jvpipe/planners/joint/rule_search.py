@@ -25,14 +25,11 @@ from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.order_floor import emptied
 from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.planners.joint.plan_search import crowded, jvpipe
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.schedules.auto import given_lists
 
@@ -104,7 +101,7 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     if problem.schedule.chunks == 1 and not problem.splits:
         return jvpipe(problem, begin=begin)
     ways = _ways(problem)
-    first = first_cuts(problem, Segments(problem).cuts)
+    first = first_cuts(problem)
     others = list[Decision]()
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(problem.unlimited).bounds)
@@ -144,14 +141,13 @@ def _ways(problem: Problem) -> list[DeviceFates]:
     return [plain, swapping] if can_swap else [plain]
 
 
-def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
+def first_cuts(problem: Problem) -> list[tuple[int, ...]]:
     """Lists cuts to begin with: those of equal work and, if sends take time, the surrogate's.
 
     Args:
-        problem: gives the stages and the links.
-        cuts: where a stage may begin or end.
+        problem: gives the layers, the stages and the links.
     """
-    begin = [balanced(problem, cuts, layer_s(problem))]
+    begin = [balanced(problem)]
     if problem.peer != INFINITE:
         surrogate_best = on_devices(partial(jvpipe, refine=False))
         begin.append(surrogate_best(problem.unlimited).bounds)

@@ -19,7 +19,7 @@ all stages, from 0 to the number of layers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from jaxtyping import Bool
@@ -233,11 +233,6 @@ class Table:
             stages.append(stage.at(rows, columns))
         return stages
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the search has used its effort and should end."""
-        return self.layers > self.effort.layers
-
     def narrow(self, places: Sequence[np.ndarray]) -> None:
         """Keeps for each bound only the cuts at these indices."""
         windows = zip(self.cuts, places, strict=True)
@@ -339,13 +334,12 @@ class Table:
         return float(stage.seconds[at])
 
     def choices(self, path: Path) -> tuple[int, ...]:
-        """Returns the choices of a path whose cells are all settled and fit."""
-        return tuple(choice for cell in cells(path) for choice in self.cell_choices(cell))
+        """Returns the choices of a path whose cells are all settled and fit.
 
-    def cell_choices(self, cell: Cell) -> tuple[int, ...]:
-        """Returns the choices of a settled cell that fits; it keeps all if no search was needed."""
-        _, i, j = cell
-        return self.fates.get(cell, (0,) * (j - i))
+        A cell keeps all if no search was needed.
+        """
+        of_cells = (self.fates.get(x, (0,) * (x[2] - x[1])) for x in cells(path))
+        return tuple(chain.from_iterable(of_cells))
 
 
 def cells(path: Path) -> list[Cell]:

@@ -18,12 +18,12 @@ from math import comb
 
 import numpy as np
 
-from jvpipe.planners.joint.cut_windows import Reach, area, bounded, least_sufficient
+from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
-from jvpipe.planners.model.chain_dp import least_max, least_sum
+from jvpipe.planners.model.chain_dp import least_max, least_sufficient, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import CutBlock
@@ -32,15 +32,29 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 
 @dataclass(frozen=True)
-class MinBytesPlan:
-    """A decision that holds as little as possible; `stage` is its fullest stage."""
+class Floor:
+    """A plan, and the most bytes that the device of each stage holds under the plan."""
 
     decision: Decision
-    stage: int
-    peak_bytes: int
+    held_bytes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that the fullest device holds."""
+        return max(self.held_bytes)
+
+    @property
+    def stage(self) -> int:
+        """The fullest stage."""
+        return self.held_bytes.index(self.bytes)
+
+    @property
+    def fullness(self) -> list[int]:
+        """The bytes of all devices, the fullest first; lists of emptier plans compare as less."""
+        return sorted(self.held_bytes, reverse=True)
 
 
-def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
+def min_bytes_plan(pricing: Pricing) -> Floor:
     """Finds the plan that keeps the smallest limit, whatever its seconds.
 
     Args:
@@ -62,7 +76,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         limit = least * slack
         windows = Reach(replace(pricing, limit_bytes=limit)).windows(np.inf)
         plan = _min_bytes_plan(pricing, bounded(windows))
-        if plan and plan.peak_bytes <= limit:
+        if plan and plan.bytes <= limit:
             break
     assert plan is not None
     return plan
@@ -86,7 +100,7 @@ def _least_reached_bytes(pricing: Pricing) -> float:
     return least_sufficient(suffices, 0.0, high, LIMIT.tolerance)
 
 
-def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
+def min_bytes_plans(pricing: Pricing) -> Iterator[Floor]:
     """Yields the emptiest plan of each choice of cuts, the emptiest first.
 
     It yields nothing if there are more choices of cuts than `LIMIT.cuts`.
@@ -102,14 +116,14 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     if comb(len(places), inner_bounds) > LIMIT.cuts:
         return
     peaks = Peaks(pricing, cuts)
-    plans = list[MinBytesPlan]()
+    plans = list[Floor]()
     for inner in combinations(places, inner_bounds):
         # The window of bound s begins behind the first s cuts, so its indices are s lower.
         in_windows = [place - s for s, place in enumerate(inner, 1)]
         path = (0, *in_windows, 0)
         if peaks.settle_path(path, np.inf) < np.inf:
             plans.append(peaks.plan(path))
-    yield from sorted(plans, key=lambda plan: plan.peak_bytes)
+    yield from sorted(plans, key=lambda plan: plan.bytes)
 
 
 class Peaks:
@@ -190,22 +204,17 @@ class Peaks:
         spans = enumerate(pairwise(places))
         return max(self.settle(s, a, b, below) for s, (a, b) in spans)
 
-    def plan(self, places: Sequence[int]) -> MinBytesPlan:
+    def plan(self, places: Sequence[int]) -> Floor:
         """Makes the plan of a path whose segments are settled, given the index of each cut."""
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
-        taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
+        taken = tuple(int(self.bytes[s][a, b]) for s, a, b in cells)
         pairs = zip(self.cuts, places, strict=True)
         bounds = tuple(int(cuts[place]) for cuts, place in pairs)
         choices = tuple(choice for cell in cells for choice in self.choices[cell])
-        fullest = int(np.argmax(taken))
-        return MinBytesPlan(
-            Decision(bounds, choices),
-            fullest,
-            int(taken[fullest]),
-        )
+        return Floor(Decision(bounds, choices), taken)
 
 
-def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
+def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> Floor | None:
     """Finds the emptiest plan between these cuts; None if there is no plan.
 
     For models of more than `LIMIT.exact_layers` layers it may be a plan that is nearly as
@@ -213,7 +222,7 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
     """
     peaks = Peaks(pricing, cuts)
     near = 1 if peaks.exact else 1 + LIMIT.tolerance
-    best: MinBytesPlan | None = None
+    best: Floor | None = None
     rounds = 0
     while True:
         rounds += 1
@@ -228,10 +237,10 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
         may_hold = [np.where(peak <= highest, peak, np.inf) for peak in peaks.bytes]
         _, places = least_sum(may_hold)
         assert places is not None, "there are as many cuts as stages need"
-        below = float(best.peak_bytes) if best else np.inf
+        below = float(best.bytes) if best else np.inf
         if peaks.settle_path(places, below) < below:
             best = peaks.plan(places)
-        if best and best.peak_bytes <= highest * near:
+        if best and best.bytes <= highest * near:
             return best
         most_rounds = LIMIT.rounds_with_plan if best else LIMIT.rounds_without_plan
         if rounds > most_rounds and not peaks.exact:
@@ -293,7 +302,7 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     limit = int(pricing.limit_bytes)
     bounds = plan.decision.bounds
     i, j = bounds[plan.stage : plan.stage + 2]
-    over = plan.peak_bytes - limit
+    over = plan.bytes - limit
     problem = pricing.segments.problem
     stage_limit = limit - problem.less_bytes(plan.stage)
     unlike = any(group.less_bytes for group in problem.groups)
@@ -302,10 +311,7 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     return Infeasible(
         f"no plan keeps the limit of {stage_limit} bytes{where}: "
         f"at best, stage {plan.stage} (layers {i} to {j - 1}) takes {over} bytes more. "
-        f"The smallest limit that would do is {plan.peak_bytes} bytes{per_device}; "
+        f"The smallest limit that would do is {plan.bytes} bytes{per_device}; "
         "raise the limit, add stages, or use smaller micro-batches",
-        stage=plan.stage,
-        excess_bytes=over,
-        smallest_limit_bytes=plan.peak_bytes,
-        decision=plan.decision,
+        smallest_limit_bytes=plan.bytes,
     )

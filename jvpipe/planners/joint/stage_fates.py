@@ -36,6 +36,7 @@ from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.look_ahead import to_come, until_end
 from jvpipe.planners.joint.lot import Lot
 from jvpipe.planners.joint.min_bytes import fewest_bytes
+from jvpipe.planners.model.grids import link_seconds
 from jvpipe.util.sizes import ROUNDING
 
 BELOW_FACTOR = 1 - 1e-12
@@ -308,10 +309,5 @@ class FateSearch:
     def _loads_s(self, states: States) -> tuple[Float[np.ndarray, "M"], Float[np.ndarray, "M"]]:
         """Counts the seconds of compute and of the link that states take."""
         query = self.query
-        swapped = states[SWAPPED]
-        one_way_s = np.where(
-            swapped > 0,
-            self.host.latency_s + swapped / self.host.bytes_per_s,
-            0,
-        )
+        one_way_s = link_seconds(self.host, states[SWAPPED])
         return query.compute_s + states[EXTRA], query.traffic_s + 2 * one_way_s

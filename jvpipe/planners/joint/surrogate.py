@@ -12,7 +12,6 @@ of `CUTS` in `effort.py`, may be changed.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.spans import Cuts
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.model.stage_simulation import least_steps_s
 from jvpipe.util.sizes import MOST_BYTES
 
@@ -122,7 +122,7 @@ def trips(
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    # Several factors may lead to the same path. A dictionary keeps each path once, in order.
+    # Several caps and factors may lead to the same path. A dictionary has each path once, in order.
     every_path = dict[tuple[int, ...], None]()
     for factor in CUTS.transfer_factors:
         slower_s = [factor * c for c in comm_s]
@@ -166,22 +166,15 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
-    pricing = solution.table.pricing
-    decision = solution.decision()
-    in_flight = enumerate(pricing.segments.in_flight)
-    k = [flying * problem.group(s).replicas for s, flying in in_flight]
-    moves = []
-    for s, (i, j) in enumerate(pairwise(decision.bounds)):
-        swapped_bytes = pricing.at(s).choices.swapped_bytes
-        swapped = swapped_bytes[np.arange(i, j), decision.choices[i:j]]
-        moves.append(k[s] * float(swapped.sum()))
-    if sum(moves) <= limit:
+    stages = evaluate_decision(problem, solution.decision()).stages
+    moves = [stage.host_bytes for stage in stages]
+    total = sum(moves)
+    if total <= limit:
         return solution
     # Two alternatives are searched, and the faster one is taken: each stage may swap in proportion
     # to what it swaps now, or no stage swaps.
-    total = sum(moves)
-    shares = zip(moves, k, strict=True)
-    parts = [limit * moved / total // flying for moved, flying in shares]
+    shares = zip(moves, stages, strict=True)
+    parts = [limit * moved / total // (x.replicas * x.in_flight) for moved, x in shares]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),

@@ -36,7 +36,7 @@ from itertools import product
 import numpy as np
 
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.model.chain_dp import Matrix
+from jvpipe.planners.model.chain_dp import Matrix, least_sufficient
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,13 @@ class Trips:
     busy_s: Sequence[Matrix] = ()
 
     def paths(self) -> Iterator[tuple[int, ...]]:
-        """Yields the promising paths, each once, as the index of each bound's cut."""
+        """Yields the promising paths, some more than once, as the index of each bound's cut."""
         least_s = self.least_cap_s()
         if np.isinf(least_s):
             return
-        seen = set()
         for cap, share in product(CUTS.trip_caps, CUTS.trip_weights):
             places = self.path(cap * least_s, share)
-            if places and places not in seen:
-                seen.add(places)
+            if places:
                 yield places
 
     def least_cap_s(self) -> float:
@@ -71,18 +69,16 @@ class Trips:
         for matrices in (self.seconds, self.comm_s, self.busy_s):
             slowest = (x[np.isfinite(x)].max(initial=0.0) for x in matrices)
             caps.append(max(slowest, default=0.0))
-        low = 0.0
         high = sum(caps) + 1e-300
         if self.path(high) is None:
             return np.inf
         # Halving the interval is valid, because a larger cap allows all paths of a smaller one.
-        while high - low > CUTS.trip_tolerance * high:
-            middle = (low + high) / 2
-            if self.path(middle) is not None:
-                high = middle
-            else:
-                low = middle
-        return high
+        return least_sufficient(
+            lambda cap_s: self.path(cap_s) is not None,
+            0.0,
+            high,
+            CUTS.trip_tolerance,
+        )
 
     def path(self, cap_s: float, share: float = np.inf) -> tuple[int, ...] | None:
         """Finds a path under a cap with a small sum of t + c + share * u; None if it finds none.

@@ -11,9 +11,11 @@ never becomes smaller if a part of it becomes larger: no path through the place 
 that begins with the best path up to it. S stages between n cuts take S n ** 2 steps.
 
 `least_max` and `sums_through` need a first matrix of one row, and a last matrix of one column.
+
+`least_sufficient` finds the least cap on stages under which there is a path, or any such number.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -99,3 +101,29 @@ def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
         longer = matrix + behind[-1]
         behind.append(longer.min(1))
     return [a + b for a, b in zip(ahead, reversed(behind), strict=True)]
+
+
+def least_sufficient(
+    suffices: Callable[[float], bool],
+    low: float,
+    high: float,
+    tolerance: float,
+) -> float:
+    """Finds nearly the least number that suffices, by halving an interval.
+
+    Args:
+        suffices: tells whether a number suffices. Any larger number must suffice too.
+        low: a number that is too small, or the least.
+        high: a number that suffices.
+        tolerance: by how much the result may be above the least, as a share of it.
+
+    >>> least_sufficient(lambda x: x * x >= 2, 0.0, 2.0, 1e-3)
+    1.4150390625
+    """
+    while high - low > tolerance * high:
+        middle = (low + high) / 2
+        if suffices(middle):
+            high = middle
+        else:
+            low = middle
+    return high

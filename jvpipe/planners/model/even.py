@@ -1,15 +1,16 @@
 """Cuts a model evenly: stages get equally many layers, or devices get nearly equal seconds."""
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Float
 
+from jvpipe.cost.slowness import work_s
+from jvpipe.planners.model.chain_dp import least_sufficient
+from jvpipe.planners.model.grids import sums
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.spans import Cuts
 
 
 def even(problem: Problem) -> Decision:
@@ -48,11 +49,7 @@ def even_counts(layers: int, stages: int) -> list[int]:
     return [share + (s < more) for s in range(stages)]
 
 
-def balanced(
-    problem: Problem,
-    cuts: Cuts,
-    layer_s: Float[np.ndarray, " layers"],
-) -> tuple[int, ...]:
+def balanced(problem: Problem) -> tuple[int, ...]:
     """Finds bounds that give devices nearly equal work.
 
     The search begins with the bounds whose longest stage takes the least time. It then moves one
@@ -61,17 +58,13 @@ def balanced(
     and the work is spread more evenly (the squares of seconds have a smaller sum).
 
     Args:
-        problem: gives the stages, the devices and their slowness.
-        cuts: where a stage may begin or end; at least one more than there are stages.
-        layer_s: seconds of each layer's forward plus backward on a device whose slowness is 1.
+        problem: gives the layers, the stages, the devices and their slowness.
     """
+    cuts = Segments(problem).cuts
+    layer_s = np.array(work_s(problem.costs.layers))
+    every_s = (layer_s * (problem.slowness(s) or 1.0) for s in range(problem.devices))
     # totals[d, c]: the seconds of all layers before cut c on device d. Bounds are indices of cuts.
-    totals = np.empty((problem.devices, len(cuts)))
-    for s in range(problem.devices):
-        slowness = np.array(problem.slowness(s) or 1.0)
-        device_s = np.cumsum(layer_s * slowness)
-        before_s = np.concatenate([[0.0], device_s])
-        totals[s] = before_s[cuts]
+    totals = np.array([sums(device_s)[cuts] for device_s in every_s])
     places = np.array(problem.places)
     best = _least_longest(totals[places])
 
@@ -132,16 +125,9 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
             bounds.append(int(fits.argmax()) if fits.any() else end - 1)
         return bounds[::-1]
 
-    low = 0.0
-    # Halving is correct because a time suffices if any shorter time does.
     high = float(totals[:, -1].max())
-    best = filled(high)
-    while not math.isclose(low, high, rel_tol=1e-12):
-        middle = (low + high) / 2
-        bounds = filled(middle)
-        if bounds is None:
-            low = middle
-        else:
-            high, best = middle, bounds
+    # Halving is correct because a time suffices if any shorter time does.
+    shortest_s = least_sufficient(lambda tried_s: filled(tried_s) is not None, 0.0, high, 1e-12)
+    best = filled(shortest_s)
     assert best is not None, "there are at least as many layers as stages"
     return best

@@ -19,7 +19,7 @@ from jvpipe.planners.model.grids import OverJ, between, most_up_to, sums
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import CutBlock, Segments
 from jvpipe.planners.model.spans import Cuts, Grid
-from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
+from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,7 @@ class KeptBytes:
             fixed_bytes: the result of `Segments.fixed_bytes`. It includes the shared values of all
                 micro-batches in flight. They are subtracted, because `kept` includes them, too.
         """
-        static = fixed_bytes - on_device_bytes(in_flight, self.shared)
-        return StageBytes(
-            in_flight,
-            static,
-            self.kept,
-            np.zeros(()),
-            self.beyond,
-        ).peak
+        return fixed_bytes + on_device_bytes(in_flight, self.kept - self.shared) + self.beyond
 
 
 class KeepAll:

@@ -34,15 +34,16 @@ PerLayer = Float[np.ndarray, " layers"]
 class LocalSegments:
     """The segments of a model between a few of its cuts, with their costs at each local batch.
 
-    Args:
-        shapes: gives the costs, the devices and what the user has fixed.
+    Attributes:
         most: about how many of the allowed cuts (`cuts`) become coarse cuts (`coarse`). With more
             of them, shapes are compared more exactly, and more slowly.
+        shapes: gives the costs, the devices and what the user has fixed.
     """
 
-    def __init__(self, shapes: Shapes, most: int = 32) -> None:
+    most = 32
+
+    def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
-        self.most = most
         self.pins = shapes.pins
         forbidden = bounds_inside(shapes.local.costs[-1].together)
         self.cuts = np.array([b for b in range(shapes.layers + 1) if b not in forbidden])

@@ -193,26 +193,6 @@ class Segments:
         """Returns prefix sums of the bytes of parameters, gradients and optimizer on stage s."""
         return self.versions[s] * self.parameter_bytes + self.state_bytes
 
-    def waiting_bytes(
-        self,
-        s: int,
-        starts: Cuts,
-        ends: Cuts,
-    ) -> Grid:
-        """Counts the most bytes of values that arrive early and of cotangents that wait.
-
-        Args:
-            s: the stage.
-            starts: the first layers of the segments, one for each row.
-            ends: the layers after their last, one for each column.
-        """
-        return self._crossings.waiting_bytes(
-            self.in_flight[: s + 1],
-            self.problem.stages - 1 - s,
-            starts,
-            ends,
-        )
-
     def fixed_bytes(
         self,
         s: int,
@@ -234,7 +214,9 @@ class Segments:
         copies = self._copies.over(starts, ends)
         shared = on_device_bytes(self.in_flight[s], tensors) + self.versions[s] * copies
         static = between(self.static_bytes(s), starts, ends)
-        fixed = static + shared + self.waiting_bytes(s, starts, ends)
+        following = self.problem.stages - 1 - s
+        k = self.in_flight[: s + 1]
+        fixed = static + shared + self._crossings.waiting_bytes(k, following, starts, ends)
         replicas = self.problem.group(s).replicas
         if replicas > 1:
             fixed = fixed - surely_spared_bytes(

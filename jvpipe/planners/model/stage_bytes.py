@@ -44,7 +44,7 @@ flight. So `peak` takes a maximum, not a sum.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -201,31 +201,29 @@ def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class StageBytes(Generic[Bytes]):
-    """The bytes of a stage as numbers, or of many stages as arrays; see the legend of the module.
+class StageBytes:
+    """The bytes of a stage; see the legend of the module.
 
     >>> StageBytes(in_flight=3, static=100, kept=10, swapped=4, beyond=5).peak
     143
     """
 
     in_flight: int
-    static: Bytes
-    kept: Bytes  # per micro-batch in flight
-    swapped: Bytes  # per micro-batch in flight
-    beyond: Bytes
-    handed: Bytes | int = 0  # per micro-batch between the halves of its backward
-    reducing: Bytes | int = 0  # while the stage's replicas add up gradients
+    static: int
+    kept: int  # per micro-batch in flight
+    swapped: int  # per micro-batch in flight
+    beyond: int
+    handed: int = 0  # per micro-batch between the halves of its backward
+    reducing: int = 0  # while the stage's replicas add up gradients
 
     @property
-    def peak(self) -> Bytes:
+    def peak(self) -> int:
         """The most bytes that the device holds at once."""
         training = on_device_bytes(self.in_flight, self.kept, self.swapped) + self.beyond
-        if isinstance(training, np.ndarray):
-            return self.static + np.maximum(training, self.reducing)
         return self.static + max(training, self.reducing)
 
     @property
-    def host(self) -> Bytes:
+    def host(self) -> int:
         """The bytes that the host holds for the device."""
         return self.in_flight * self.swapped
 
@@ -236,7 +234,7 @@ def stage_bytes(
     i: int,
     j: int,
     choices: Sequence[int],
-) -> StageBytes[int]:
+) -> StageBytes:
     """Counts the bytes of stage `s` with layers [i, j).
 
     Args:
@@ -338,7 +336,7 @@ def waiting_bytes(
 
 
 def joint_bytes(
-    of_stages: Sequence[StageBytes[int]],
+    of_stages: Sequence[StageBytes],
     vectors: Sequence[Holding],
 ) -> int:
     """Counts the most bytes that a device's stages hold at once.

@@ -38,7 +38,7 @@ class StageCost:
     swap_s: float  # of copying swapped residuals to the host and back
     comm_s: float  # of receiving values from earlier stages and returning their cotangents
     link_s: float  # how long the stage's own link to the host is busy
-    held: StageBytes[int]
+    held: StageBytes
     replicas: int = 1
     halves_s: tuple[float, float] = (0.0, 0.0)  # of the halves I and W, if backwards are split
     reduce_s: float = 0.0  # per step: of the all-reduce that adds up the replicas' gradients
@@ -271,7 +271,7 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
     schedule = problem.schedule
     if schedule.chunks == 1 and not problem.splits:
         return tuple(stage.peak_bytes for stage in stages)
-    mine: list[list[StageBytes[int]]] = [[] for _ in range(problem.devices)]
+    mine: list[list[StageBytes]] = [[] for _ in range(problem.devices)]
     for place, stage in zip(problem.places, stages, strict=True):
         mine[place].append(stage.held)
     every = schedule.held(problem.devices, problem.microbatches)

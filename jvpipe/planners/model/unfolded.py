@@ -147,8 +147,5 @@ def _infeasible(
         f"no plan found fits {problem.limit_of(d)} bytes per device under {problem.schedule.name}: "
         f"device {d} would hold {sizes[d]} bytes. A limit that would do is {enough} bytes"
         f"{per_device}; raise the limit, add devices, or use smaller micro-batches",
-        stage=problem.places.index(d),
-        excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
-        decision=decision,
     )

@@ -217,7 +217,7 @@ def test_the_small_card_alone_decides_that_a_limit_is_not_kept() -> None:
     tight = problem.told_apart([(), ()], [problem.limits[0], 200])
     with pytest.raises(Infeasible) as refused:
         jvpipe(tight)
-    enough = refused.value.excess_bytes
+    enough = refused.value.smallest_limit_bytes - (tight.memory_limit_bytes or 0)
     raised = problem.told_apart([(), ()], [problem.limits[0] + enough, 200 + enough])
     found = evaluate_decision(raised, jvpipe(raised))
     assert found.device_bytes[1] <= 200 + enough
@@ -273,7 +273,7 @@ def test_orders_of_many_devices_are_by_speed_and_by_room_both_ways() -> None:
 
 def test_the_least_limit_is_named_where_no_order_fits() -> None:
     def ask(problem: Problem) -> int:
-        raise Infeasible("no", 0, 1, 10 - problem.where[0][0])
+        raise Infeasible("no", 10 - problem.where[0][0])
 
     with pytest.raises(Infeasible) as refused:
         least_of(orders(two(12, 0, 1.0)), ask, float)

@@ -45,9 +45,9 @@ def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: 
         assert order is not None
         own = replace(problem, schedule=given_lists(order))
         limit = problem.memory_limit_bytes or 0
-        assert loads.over_bytes(order) == [
-            size - limit for size in evaluate_decision(own, decision).device_bytes
-        ]
+        rooms = zip(order, loads.rooms_bytes(order), strict=True)
+        over = [loads.peak_bytes(tasks) - room for tasks, room in rooms]
+        assert over == [size - limit for size in evaluate_decision(own, decision).device_bytes]
 
 
 def test_a_kind_of_which_nobody_has_said_what_it_holds_is_refused() -> None:

@@ -12,7 +12,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task
 from jvpipe.planners.joint.order_polish import polished
-from jvpipe.planners.joint.ordered_plan import OrderedPlan, simulated_plan
+from jvpipe.planners.joint.ordered_plan import OrderedPlan, simulated_plan, under
 from jvpipe.planners.joint.rule_search import RuledPlan, fitting
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision, keeps_limits
@@ -53,7 +53,7 @@ def test_plans_become_no_slower_and_sums_stay_in_order(schedule: Schedule) -> No
     (better,) = list(polished([(one, plan)])) or [plan]
     assert better.step_s <= plan.step_s
     assert better.decision == plan.decision
-    again = better.answered(one.problem)
+    again = under(one.problem, better.schedule)
     assert keeps_limits(again, evaluate_decision(again, better.decision))
     for tasks in again.schedule.tasks(3, 5):
         for stage in {task.stage for task in tasks}:

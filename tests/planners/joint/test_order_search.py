@@ -10,6 +10,7 @@ import pytest
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
+from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_search import find_order
@@ -19,6 +20,7 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import SCHEDULES, find_schedule
+from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.planned import lists_of
 from tests.grid import grid
@@ -95,7 +97,7 @@ def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(
 def test_a_plan_brings_its_lists() -> None:
     problem = problem_of(13, 3, 6)
     found = find_order(problem)
-    plan = found.plan(problem, "jvpipe")
+    plan = ask("jvpipe", replace(problem, schedule=AUTO)).plan
     plan.check(13, 3)
     assert lists_of(plan, find_schedule("auto"), 6) == found.schedule.tasks(3, 6)
     assert Plan.from_json(plan.to_json()) == plan
@@ -137,14 +139,8 @@ def test_where_idle_devices_lend_all_their_time_the_least_work_wins() -> None:
     )
     problem = replace(problem, costs=replace(problem.costs, layers=dear))
     alone, lending = find_order(problem), find_order(replace(problem, lent=1.0))
-    kinds = [
-        {
-            task.kind
-            for tasks in lists_of(one.plan(problem, "x"), find_schedule("auto"), 4)
-            for task in tasks
-        }
-        for one in (alone, lending)
-    ]
+    every = [one.schedule.tasks(2, 4) for one in (alone, lending)]
+    kinds = [{task.kind for tasks in lists for task in tasks} for lists in every]
     assert Kind.W in kinds[0]
     assert Kind.W not in kinds[1]
     assert lending.step_s >= alone.step_s

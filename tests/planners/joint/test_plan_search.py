@@ -294,10 +294,8 @@ def test_when_nothing_fits_it_says_by_how_much() -> None:
     with pytest.raises(Infeasible, match="The smallest limit that would do is") as raised:
         jvpipe(problem)
     smallest = raised.value.smallest_limit_bytes
-    assert raised.value.excess_bytes == smallest - 100
     evaluation = evaluate_decision(problem, jvpipe(replace(problem, memory_limit_bytes=smallest)))
     assert evaluation.peak_bytes == smallest
-    assert evaluation.stages[raised.value.stage].peak_bytes == smallest
     with pytest.raises(Infeasible):
         jvpipe(replace(problem, memory_limit_bytes=smallest - 1))
 

@@ -53,7 +53,7 @@ def test_what_a_stage_may_swap_is_kept() -> None:
             if np.isfinite(table.seconds(cell)):
                 swapped = sum(
                     pricing.choices.swapped_bytes[cell[1] + at, choice]
-                    for at, choice in enumerate(table.cell_choices(cell))
+                    for at, choice in enumerate(table.fates.get(cell, (0, 0)))
                 )
                 assert swapped <= most
 

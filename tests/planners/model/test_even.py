@@ -62,7 +62,7 @@ def test_one_stage_per_device_is_balanced_as_well_as_any(seed: int) -> None:
         return max(layer_s[i:j].sum() for i, j in pairwise(bounds))
 
     every = [(0, *inner, 9) for inner in combinations(range(1, 9), 2)]
-    assert slowest(balanced(problem, np.arange(10), layer_s)) == min(map(slowest, every))
+    assert slowest(balanced(problem)) == min(map(slowest, every))
 
 
 @settings(max_examples=30, deadline=None)

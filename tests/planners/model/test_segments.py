@@ -93,7 +93,7 @@ def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
         reach = Reach.of(pricing)
         reach.windows(1.01 * reach.least_cap_s())
         for s in range(stages):
-            pricing.segments.waiting_bytes(s, np.array([s]), np.array([n]))
+            pricing.segments.fixed_bytes(s, np.array([s]), np.array([n]))
         assert sum(paid.size for paid in reach.known.values()) <= 3 * stages * (n + 1)
         sizes.append(sum(len(every.w) for every in waiting))
     assert sizes[1] <= 2 * sizes[0] <= 400 * n

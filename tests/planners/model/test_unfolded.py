@@ -79,16 +79,14 @@ def test_a_device_holds_what_its_forecast_shows(
 
 
 def decided(problem: Problem, limit: int) -> tuple[int, int]:
-    """The limit and what the fullest device holds, or what the planner says would do and what its
-    plan then holds.
+    """The limit and what the fullest device holds; for a limit that no plan keeps, those of the
+    limit that the planner says would do.
     """
     tight = replace(problem, memory_limit_bytes=limit)
     try:
         return limit, evaluate_decision(tight, find_planner("jvpipe").decide(tight)).peak_bytes
     except Infeasible as error:
-        nearest = error
-    assert nearest.decision
-    return nearest.smallest_limit_bytes, evaluate_decision(tight, nearest.decision).peak_bytes
+        return decided(problem, error.smallest_limit_bytes)
 
 
 @pytest.mark.parametrize(
