@@ -168,7 +168,7 @@ def refused(rows: list[str], why: str) -> None:
 
 
 def test_lists_that_cannot_run_are_refused_with_the_reason() -> None:
-    refused(["0F0 0B0", "1B0 1F0"], "cannot progress: 1B0 waits for 1F0; 1F0 waits for 1B0")
+    refused(["0F0 0B0", "1B0 1F0"], "cannot progress: 1F0 waits for 1B0; 1B0 waits for 1F0")
     refused(
         ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
         "0B0 waits for 1B0; 1B0 waits for 1F1; 1F1 waits for 0F1; 0F1",
