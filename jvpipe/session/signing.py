@@ -165,7 +165,7 @@ class Signer:
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
                 before = largest.get(key, sizes)
-                largest[key] = max(before, sizes, key=lambda x: x.temporary)
+                largest[key] = max(before, sizes, key=lambda x: x.temp_size_in_bytes)
         return largest
 
     def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:
@@ -177,8 +177,7 @@ class Signer:
             answer: has the plan.
 
         Raises:
-            ValueError: the compiler refuses a program, or the plan swaps to the host and the
-                compile target has no host memory.
+            ValueError: the compiler refuses a program.
         """
         plan, decision = answer.plan, answer.decision
         assert plan is not None

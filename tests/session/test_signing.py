@@ -46,7 +46,7 @@ def says(monkeypatch: pytest.MonkeyPatch, temporary: Callable[[str], int]) -> li
 
     def sizes(self: Compiler, texts: Sequence[str]) -> list[Sizes]:
         asked.extend(texts)
-        return [Sizes(0, 0, 0, temporary(text), 0) for text in texts]
+        return [Sizes(temporary(text)) for text in texts]
 
     monkeypatch.setattr(Compiler, "sizes", sizes)
     return asked
