@@ -34,11 +34,6 @@ the micro-batch's gradients are applied.
 """
 
 
-def one_version(stage: int, stages: int) -> int:
-    """Returns 1: a stage that is updated only when nothing is in flight holds one version."""
-    return 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A family of task lists, with the rule for the versions of weights that tasks read.
@@ -52,9 +47,6 @@ class Schedule:
 
         chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
-
-    `versions` is a function of a stage (counted from 0) and the number of stages. It returns how
-    many arrays the stage holds per parameter: its versions, and predictions or records of updates.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
     A forward reads the version that `rule` names. A backward reads the same version if `stash` is
@@ -70,7 +62,6 @@ class Schedule:
     chunks: int = 1
     vee: bool = False
     synchronous: bool = True
-    versions: Callable[[int, int], int] = one_version
     update_every: int = 0
     rule: Rule = "newest"
     stash: bool = True
@@ -177,6 +168,26 @@ class Schedule:
         [1.0, 8.0, 1.0]
         """
         return microbatches / self.period(microbatches)
+
+    def versions(self, stage: int, stages: int) -> int:
+        """Counts the arrays that a stage holds per parameter: its versions, and their corrections.
+
+        Args:
+            stage: the stage, counted from 0.
+            stages: the number of stages.
+
+        >>> from jvpipe.schedules import find_schedule
+        >>> [find_schedule("pipedream").versions(stage, 3) for stage in range(3)]
+        [3, 2, 1]
+        """
+        if self.synchronous:
+            return 1
+        if not self.stash:
+            # PipeMare holds its mean of updates. XPipe holds the last update, and predictions while
+            # a forward runs. The last stage needs none of them.
+            more = (self.decay is not None) + 2 * self.predicts
+            return 1 + more * (stage < stages - 1)
+        return {"newest": stages - stage, "first stage": stages, "one behind": 2}[self.rule]
 
     def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
         """Makes the lists of a stream with updates: U<m> follows B<m> if B<m> completes an update.
