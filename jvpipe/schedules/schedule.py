@@ -189,13 +189,18 @@ class Schedule:
             return 1 + more * (stage < stages - 1)
         return {"newest": stages - stage, "first stage": stages, "one behind": 2}[self.rule]
 
-    def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
+    def with_updates(
+        self,
+        stages: int,
+        microbatches: int,
+        count: int | None = None,
+    ) -> TaskLists:
         """Makes the lists of a stream with updates: U<m> follows B<m> if B<m> completes an update.
 
         Args:
             stages: the number of stages.
             microbatches: the number of micro-batches of a step.
-            steps: the number of steps of the stream.
+            count: the number of micro-batches of the stream; None for those of one step.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -203,8 +208,15 @@ class Schedule:
         '0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2'
         """
         every = self.period(microbatches)
-        lists = self.lists(stages, microbatches * steps)
-        return tuple(tuple(with_updates(tasks, every)) for tasks in lists)
+
+        def updated(tasks: Sequence[Task]) -> Iterator[Task]:
+            for task in tasks:
+                yield task
+                if KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0:
+                    yield task._replace(kind=Kind.U)
+
+        lists = self.tasks(stages, count or microbatches)
+        return tuple(tuple(updated(tasks)) for tasks in lists)
 
     def check(self, devices: int, microbatches: int) -> None:
         """Checks that an asynchronous schedule can run in steps of this many micro-batches.
@@ -316,19 +328,6 @@ def numbers_of(name: str, values: Any) -> tuple[int, ...]:
     for number in numbers:
         at_least(0, **{f"each of {name}": number})
     return numbers
-
-
-def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
-    """Yields a stage's tasks, with an update after each backward that completes its gradients.
-
-    Args:
-        tasks: the tasks of the stage.
-        every: the number of micro-batches per update.
-    """
-    for task in tasks:
-        yield task
-        if KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0:
-            yield task._replace(kind=Kind.U)
 
 
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
