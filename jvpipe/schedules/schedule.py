@@ -257,12 +257,28 @@ class Schedule:
     def warn_of_idle(self, devices: int, microbatches: int) -> None:
         """Warns if there are so few micro-batches that devices idle for long.
 
+        The share of idle time in the message assumes that stages are equal and backwards are whole.
+
         Args:
             devices: the number of devices that the pipeline passes.
             microbatches: the number of micro-batches of a step.
         """
-        if self.synchronous and microbatches < devices:
-            _log.warning("%s", _idle(self, devices, microbatches))
+        if not self.synchronous or microbatches >= devices:
+            return
+        # The seconds of a step, in units of a device's work on one micro-batch.
+        step = devices + (microbatches - 1) / self.chunks
+        leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
+        _log.warning(
+            "%d %s %d devices idle for about %.0f%% of a step under %s: use microbatches=%d or "
+            "more, unless the loss compares the examples of a batch (contrastive losses, batch "
+            "norm) and so depends on the size of micro-batches",
+            microbatches,
+            leave,
+            devices,
+            100 * (1 - microbatches / step),
+            self.name,
+            devices,
+        )
 
     def check_layers(self, devices: int, layers: int) -> None:
         """Raises ValueError if there are fewer layers than chunks on all devices."""
@@ -328,28 +344,6 @@ def numbers_of(name: str, values: Any) -> tuple[int, ...]:
     for number in numbers:
         at_least(0, **{f"each of {name}": number})
     return numbers
-
-
-def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
-    """Writes the message about fewer micro-batches than devices.
-
-    The share of idle time in the message assumes that stages are equal and backwards are whole.
-
-    Args:
-        schedule: a synchronous schedule.
-        devices: the number of devices.
-        microbatches: the number of micro-batches.
-    """
-    # The seconds of a step, in units of a device's work on one micro-batch.
-    step = devices + (microbatches - 1) / schedule.chunks
-    share = 1 - microbatches / step
-    leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
-    return (
-        f"{microbatches} {leave} {devices} devices idle for about {share:.0%} of a step "
-        f"under {schedule.name}: use microbatches={devices} or more, "
-        "unless the loss compares the examples of a batch (contrastive losses, "
-        "batch norm) and so depends on the size of micro-batches"
-    )
 
 
 @lru_cache(maxsize=256)
