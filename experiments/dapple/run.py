@@ -109,7 +109,7 @@ def costs_of(model: str) -> LocalCosts:
         costs = profiled(model)
         return LocalCosts((PROFILED_BATCH[model],), (costs,))
     sized, device = TRACED[model], find_cluster("v100-a")
-    return LocalCosts.of(lambda b: costs_on(sized.question(b, 1, 1), device), sized.local)
+    return LocalCosts.of({b: costs_on(sized.question(b, 1, 1), device) for b in sized.local})
 
 
 def shapes_on(

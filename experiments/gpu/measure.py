@@ -241,7 +241,7 @@ def ahead(scale: Scale) -> Found:
     here = [x.memory_analysis() for x in store.compile([(program, device) for program in programs])]
     here_s, start_s = time.perf_counter() - start_s, time.perf_counter()
     texts = [store.text(program, device, target.platform) for program in programs]
-    there = [sizes.temporary for sizes in Compiler(target).sizes(texts)]
+    there = [sizes.temp_size_in_bytes for sizes in Compiler(target).sizes(texts)]
     pairs = [(x.temp_size_in_bytes, size) for x, size in zip(here, there, strict=True)]
     return {
         "target": target.name,

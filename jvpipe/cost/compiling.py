@@ -39,23 +39,18 @@ _BETWEEN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The bytes of a compiled program.
+    """The bytes of a program that was compiled for an absent device, in place of an executable.
+
+    It has the two members of an executable that the check of memory limits reads.
 
     Attributes:
-        arguments: bytes of all arguments in the layout of the device.
-        results: bytes of all results in the layout of the device.
-        aliased: bytes of the results that lie in the memory of arguments.
-        temporary: bytes that the program needs for itself while it runs.
-        code: bytes of the program's instructions.
-        each_argument: bytes of each argument; empty if the compiler does not report them.
-        each_result: bytes of each result; empty if the compiler does not report them.
+        temp_size_in_bytes: bytes that the program needs for itself while it runs.
+        each_argument: bytes of each argument in the layout of the device; empty if the compiler
+            does not report them.
+        each_result: bytes of each result, likewise.
     """
 
-    arguments: int
-    results: int
-    aliased: int
-    temporary: int
-    code: int
+    temp_size_in_bytes: int
     each_argument: tuple[int, ...] = ()
     each_result: tuple[int, ...] = ()
 
@@ -63,16 +58,19 @@ class Sizes:
     def of(numbers: Sequence[float]) -> "Sizes":
         """Makes sizes from the numbers that a child sends and the archive keeps.
 
-        The five totals come first, then the number of arguments, then the bytes of each argument
-        and of each result.
+        Five totals come first, of which the fourth is that of the temporaries; then the number of
+        arguments, then the bytes of each argument and of each result.
 
         >>> sizes = Sizes.of([8.0, 4.0, 0.0, 2.0, 1.0, 2.0, 4.0, 4.0, 4.0])
-        >>> sizes.temporary, sizes.each_argument, sizes.each_result
+        >>> sizes.temp_size_in_bytes, sizes.each_argument, sizes.each_result
         (2, (4, 4), (4,))
         """
-        arguments, results, aliased, temporary, code, count, *arrays = map(int, numbers)
-        apart = tuple(arrays[:count]), tuple(arrays[count:])
-        return Sizes(arguments, results, aliased, temporary, code, *apart)
+        _, _, _, temporary, _, count, *arrays = map(int, numbers)
+        return Sizes(temporary, tuple(arrays[:count]), tuple(arrays[count:]))
+
+    def memory_analysis(self) -> "Sizes":
+        """Returns an object with `temp_size_in_bytes`, as this method of an executable does."""
+        return self
 
 
 class Refusal(ValueError):  # noqa: N818 - it is the compiler's word

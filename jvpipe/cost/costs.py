@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeVar
 
 from jvpipe.ir.outline import Outline
-from jvpipe.ir.plan import FATES, Fate
+from jvpipe.ir.plan import Fate
 
 T = TypeVar("T")
 
@@ -39,9 +39,6 @@ class Option:
     extra_bytes: int = 0
     fates: Mapping[str, Fate] = field(default_factory=dict)
     swaps_input: bool = False
-
-    def __post_init__(self) -> None:
-        assert FATES.keys() >= set(self.fates.values()), "every fate is a key of the table FATES"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ about a program and reports more temporary bytes than the rules give, its number
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from jvpipe.cost import roofline
 from jvpipe.cost.costs import Costs, Option
@@ -109,13 +109,12 @@ def _works(
         device: the device that would run the programs.
         said: the answers of the device's compiler.
     """
-    distinct = {id(of_layer): of_layer for of_layer in programs}
-    # Equal layers share an object of programs, which is estimated once.
-    work_of = {
-        key: with_said_work(_work(of_layer, device), of_layer, said)
-        for key, of_layer in distinct.items()
-    }
-    works = [work_of[id(of_layer)] for of_layer in programs]
+
+    @cache  # because equal layers share an object of programs
+    def work_of(of_layer: LayerPrograms) -> Work:
+        return with_said_work(_work(of_layer, device), of_layer, said)
+
+    works = list(map(work_of, programs))
     if optimizer is None:
         return works
     update_s = partial(_update_s, device=device)

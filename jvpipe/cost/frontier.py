@@ -25,7 +25,6 @@ from jvpipe.cost.costs import Option
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.measuring_effort import OPTIONS
 from jvpipe.cost.recompute import Recompute, recompute_of
-from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import Fate
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
@@ -94,7 +93,8 @@ def layer_options(
         if key not in cache:
             again = None
             if graph.whole_layers:
-                again = _forward_again(graph, layer, forwards_s[layer.id])
+                yielded = (graph.tensors[t].array.bytes for t in layer.writing(ValueKind.TENSOR))
+                again = forwards_s[layer.id], sum(yielded)
             options = recompute_options(recompute, input_bytes, again=again)
             if measured:
                 options = calibrated(options, measured[layer.id])
@@ -103,12 +103,6 @@ def layer_options(
         names = [array.name for array in arrays]
         by_layer.append(named(cache[key], label, names))
     return by_layer
-
-
-def _forward_again(graph: LayerGraph, layer: Layer, forward_s: float) -> tuple[float, int]:
-    """Returns the seconds of a layer's forward, and the bytes of the tensors that it yields."""
-    yielded = (graph.tensors[t].array.bytes for t in layer.writing(ValueKind.TENSOR))
-    return forward_s, sum(yielded)
 
 
 def recompute_options(

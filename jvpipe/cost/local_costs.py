@@ -9,7 +9,7 @@ scaled like those of the first option, and their extra seconds like those of the
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from jvpipe.cost.costs import Costs, LayerCost, Option, SplitCost
@@ -32,22 +32,10 @@ class LocalCosts:
     costs: tuple[Costs, ...]
     _between: dict[int, Costs] = field(default_factory=dict, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip((0, *self.batches), self.batches, strict=False))
-        if not self.batches or not rising or len(self.batches) != len(self.costs):
-            raise ValueError(
-                f"local batches {self.batches} must rise from 1 on, with costs of each"
-            )
-
     @staticmethod
-    def of(costs_of: Callable[[int], Costs], batches: Sequence[int]) -> "LocalCosts":
-        """Collects the costs at some local batches.
-
-        Args:
-            costs_of: a function that returns the costs of a number of examples.
-            batches: the numbers of examples, in rising order.
-        """
-        return LocalCosts(tuple(batches), tuple(costs_of(b) for b in batches))
+    def of(costs: Mapping[int, Costs]) -> "LocalCosts":
+        """Collects the costs of some numbers of examples."""
+        return LocalCosts(*zip(*sorted(costs.items()), strict=True))
 
     def at(self, b: int) -> Costs:
         """Returns the costs of `b` examples; parameters and what belongs to them do not change."""

@@ -35,11 +35,6 @@ class Product:
     three: Literal["kernel", "result"] | None = None
 
     @property
-    def flops(self) -> int:
-        """Counts its floating-point operations."""
-        return 2 * self.b * self.m * self.n * self.k
-
-    @property
     def minimal(self) -> "Product | None":
         """The products that Winograd's algorithm computes instead; None if it does not apply.
 

@@ -21,6 +21,7 @@ counts as a temporary of all layers from the first to the last.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared, SplitCost
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, Tensor
@@ -207,17 +208,9 @@ def split_costs(
         programs: by layer, the programs that keep all candidates; equal layers share an object.
         seconds: a function that returns the seconds of both halves. It is called once per object.
     """
-    halves_s: dict[int, tuple[float, float]] = {}
-    splits: list[SplitCost | None] = []
-    for layer, of_layer in zip(graph.layers, programs, strict=True):
-        if of_layer.halves is None:
-            splits.append(None)
-            continue
-        key = id(of_layer)
-        if key not in halves_s:
-            halves_s[key] = seconds(of_layer)
-        splits.append(_split_cost(graph, layer, of_layer, *halves_s[key]))
-    return splits
+    halves_s = cache(seconds)
+    pairs = zip(graph.layers, programs, strict=True)
+    return [one.halves and _split_cost(graph, layer, one, *halves_s(one)) for layer, one in pairs]
 
 
 def _split_cost(

@@ -243,30 +243,22 @@ def peak_per_s(device: Accelerator, dtype: str) -> float:
     return device.products_per_s(dtype) / _family_of(device.name).share(listed)
 
 
-def accelerator_like(kind: str, platform: str) -> Accelerator:
-    """Finds the accelerator of a kind of device; for an unknown kind, that of its platform.
+def accelerator_of(device: Device) -> Accelerator:
+    """Finds the accelerator of a device's kind; for an unknown kind, that of its platform.
 
-    Args:
-        kind: the name of the device's kind, as the device reports it.
-        platform: `cpu`, `gpu` or `tpu`.
-
-    >>> accelerator_like("NVIDIA H200", "gpu").name
-    'H200 141 GB'
-    >>> accelerator_like("NVIDIA A100 80GB PCIe", "gpu").name
-    'A100 80 GB'
+    >>> import jax
+    >>> accelerator_of(jax.devices("cpu")[0]) is CORE
+    True
     """
     of_platform = {"cpu": CORE, "tpu": TPU_V5P}
-    return known_accelerator(kind) or of_platform.get(platform, A100_40GB)
+    known = known_accelerator(getattr(device, "device_kind", ""))
+    return known or of_platform.get(device.platform, A100_40GB)
 
 
 def known_accelerator(kind: str) -> Accelerator | None:
     """Finds the accelerator of a kind of device; None if the kind contains no known name.
 
-    >>> known_accelerator("cpu")
+    >>> known_accelerator("cpu"), known_accelerator("NVIDIA A100 80GB PCIe") is A100_80GB
+    (None, True)
     """
     return next((accelerator for name, accelerator in _KINDS.items() if name in kind), None)
-
-
-def accelerator_of(device: Device) -> Accelerator:
-    """Finds the accelerator that a device of this process is most like."""
-    return accelerator_like(getattr(device, "device_kind", ""), device.platform)

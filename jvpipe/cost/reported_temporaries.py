@@ -171,5 +171,5 @@ def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int])
 
 def _largest(said: Said, *programs: Program) -> int | None:
     """Returns the most temporary bytes of several programs; None if none of them has an answer."""
-    answers = [said[program.key].temporary for program in programs if program.key in said]
+    answers = [said[program.key].temp_size_in_bytes for program in programs if program.key in said]
     return max(answers, default=None)

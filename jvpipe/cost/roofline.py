@@ -72,14 +72,6 @@ _OPERATIONS |= dict.fromkeys(_SPECIAL, 20.0)
 _RANDOM_OPERATIONS = 50.0  # operations of threefry per random word
 
 
-def nbytes(atom: Atom) -> int:
-    """Counts the bytes of a variable; a literal has none."""
-    if isinstance(atom, _jax.Literal):
-        return 0
-    aval = _jax.aval(atom)
-    return math.prod(aval.shape) * aval.dtype.itemsize
-
-
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
     jaxpr = merged_equations(closed).jaxpr
@@ -173,7 +165,7 @@ class Kernels:
             if not self.written.isdisjoint(eqn.outvars):
                 self.of[i] = Kernel(reads, sum(operations.values()), _written_bytes(eqn))
             for v in eqn.outvars:
-                in_memory = ({v: nbytes(v)}, {})
+                in_memory = ({v: jaxprs.bytes_of(v)}, {})
                 self.fused[v] = in_memory if v in self.written else (reads, operations)
 
     def _written(
@@ -212,13 +204,13 @@ class Kernels:
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
         for v in jaxprs.variables(eqn.invars):
-            sizes, since = self.fused.get(v, ({v: nbytes(v)}, {}))
+            sizes, since = self.fused.get(v, ({v: jaxprs.bytes_of(v)}, {}))
             for u, size in sizes.items():
                 reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
             # Such an equation reads at most as many bytes of an operand as its results have.
-            limit = sum(map(nbytes, eqn.outvars))
+            limit = sum(map(jaxprs.bytes_of, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations
 
@@ -226,10 +218,10 @@ class Kernels:
 def _written_bytes(eqn: JaxprEqn) -> int:
     """Counts the bytes that an equation writes; scatters and dynamic updates write only updates."""
     if eqn.primitive.name in SCATTERS:
-        return nbytes(eqn.invars[-1])
+        return jaxprs.bytes_of(eqn.invars[-1])
     if eqn.primitive.name == "dynamic_update_slice":
-        return nbytes(eqn.invars[1])  # the start indices come after the update
-    return sum(map(nbytes, eqn.outvars))
+        return jaxprs.bytes_of(eqn.invars[1])  # the start indices come after the update
+    return sum(map(jaxprs.bytes_of, eqn.outvars))
 
 
 def _is_free(eqn: JaxprEqn) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from jvpipe.cost.costs import Costs, LayerCost
-from jvpipe.cost.presets import accelerator_like
+from jvpipe.cost.presets import accelerator_of
 from jvpipe.util.devices import Device, is_own
 
 T = TypeVar("T")
@@ -54,19 +54,15 @@ def measured_slowness(
             return times_longer(costs, measured_on(device))
         # Layers cannot be timed on another process's device. Instead, all layers get the
         # ratio of the products per second of both kinds of device (`presets.py`).
-        first, other = map(_products_per_s, (devices[0], device))
-        return (first / other,) * len(costs.layers)
+        first, other = accelerator_of(devices[0]), accelerator_of(device)
+        times = first.products_per_s("float32") / other.products_per_s("float32")
+        return (times,) * len(costs.layers)
 
     return slowness_by_kind(devices, _kind, longer)
 
 
 def _kind(device: Device) -> str:
     return getattr(device, "device_kind", "")
-
-
-def _products_per_s(device: Device) -> float:
-    like = accelerator_like(_kind(device), device.platform)
-    return like.products_per_s("float32")
 
 
 def slowness_by_kind(

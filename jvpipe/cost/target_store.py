@@ -6,32 +6,12 @@ plans for absent devices and for devices at hand.
 """
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
 
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.body import Body
 from jvpipe.util.devices import Device
-
-
-@dataclass(frozen=True)
-class AbsentProgram:
-    """The bytes of a program that was compiled for an absent device, in place of an executable.
-
-    It has the two members of an executable that the check of memory limits reads.
-    """
-
-    sizes: Sizes
-
-    def memory_analysis(self) -> "AbsentProgram":
-        """Returns an object with `temp_size_in_bytes`, as this method of an executable does."""
-        return self
-
-    @property
-    def temp_size_in_bytes(self) -> int:
-        """The bytes of its temporaries."""
-        return self.sizes.temporary
 
 
 class RefusedProgram(ValueError):  # noqa: N818 - it is the compiler's word
@@ -71,7 +51,7 @@ class TargetStore(ProgramStore):
         """
         return self._store.layer(body, kept, partial)
 
-    def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:
+    def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Sizes]:
         """Returns the bytes of programs.
 
         Equal programs are compiled once, even if they come with different devices.
@@ -92,4 +72,4 @@ class TargetStore(ProgramStore):
         except Refusal as refusal:
             refused = list(missing)[texts.index(refusal.text)]
             raise RefusedProgram(missing[refused][0], refusal) from None
-        return [AbsentProgram(self.sizes[program.key]) for program, _ in programs]
+        return [self.sizes[program.key] for program, _ in programs]

@@ -39,7 +39,6 @@ class Target:
         config: the description of a GPU; empty for other devices.
         package: the Python distribution that contains the compiler.
         extra: the extra of jvpipe that installs `package`.
-        host_memory: whether the device can swap to its host.
         accelerator: the name of the device in `presets.py`.
     """
 
@@ -49,7 +48,6 @@ class Target:
     config: str = ""
     package: str = "jaxlib"
     extra: str = ""
-    host_memory: bool = True
     accelerator: str = ""
 
     @property

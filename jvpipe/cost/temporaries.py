@@ -50,7 +50,7 @@ from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.heap import HeapBlock, Room, peak_bytes, without_lodgers
 from jvpipe.cost.kernel_steps import KernelProgram, KernelStep, Shape, dims_of, loop_of
 from jvpipe.cost.matrix_products import product_of
-from jvpipe.cost.roofline import DEAR, REDUCTIONS, SCATTERS, nbytes
+from jvpipe.cost.roofline import DEAR, REDUCTIONS, SCATTERS
 from jvpipe.cost.siblings import with_siblings
 from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tpu_layouts import TpuLayouts
@@ -87,7 +87,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     steps = list(_steps(program, device))
     # Values without a buffer: results, and values that lie in a result or exist inside a kernel.
     elsewhere = program.results
-    size = nbytes
+    size = jaxprs.bytes_of
     if device.platform != "cpu":
         elsewhere = elsewhere | _inside_results(program) | _inner_sums(program)
     if device.platform == "cuda":
@@ -148,7 +148,7 @@ def _steps(program: KernelProgram, device: Accelerator) -> Iterator[KernelStep]:
             copied = turned.intersection(kernel.reads)
         elif device.platform == "cuda" and _copies_filter(eqn):
             copied = program.inputs & program.roots(eqn.invars[1:])
-        own_bytes = _own_bytes(eqn, device) + sum(map(nbytes, copied))
+        own_bytes = _own_bytes(eqn, device) + sum(map(jaxprs.bytes_of, copied))
         yield KernelStep(frozenset(kernel.reads), frozenset(writes), loop_of(eqn), own_bytes)
 
 
@@ -182,7 +182,7 @@ def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
         return split_bytes(product, device.cores)
     if name == "select_and_scatter_add" and device.platform == "cuda":
         pooled = eqn.invars[0]
-        return (1 + len(dims_of(pooled))) * nbytes(pooled)
+        return (1 + len(dims_of(pooled))) * jaxprs.bytes_of(pooled)
     return 0
 
 
@@ -253,8 +253,8 @@ def _inside_results(program: KernelProgram) -> set[Var]:
         is_elementwise = loop_of(eqn) is not None and name not in REDUCTIONS
         if not is_elementwise or program.results.isdisjoint(eqn.outvars):
             continue
-        result_bytes = nbytes(eqn.outvars[0])
-        alike = {v for v in kernel.reads if nbytes(v) == result_bytes}
+        result_bytes = jaxprs.bytes_of(eqn.outvars[0])
+        alike = {v for v in kernel.reads if jaxprs.bytes_of(v) == result_bytes}
         alone = {v for v in alike - program.inputs if program.readers[v] == 1}
         reads_input = not program.inputs.isdisjoint(jaxprs.variables(eqn.invars))
         if name in _ADDED and reads_input:
@@ -299,7 +299,7 @@ def _rooms(
             # If a result is made from a value in its memory, that value takes the memory first.
             taken[v] = min((i, *inside))
             if v in free:
-                yield Room(nbytes(v), taken[v])
+                yield Room(jaxprs.bytes_of(v), taken[v])
 
 
 def _with_results_early(steps: Sequence[KernelStep], elsewhere: set[Var]) -> list[KernelStep]:

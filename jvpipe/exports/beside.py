@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from jvpipe.cost.costs import Costs
+from jvpipe.exports.format import not_kept
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import device_bytes, evaluate_decision
@@ -58,7 +59,7 @@ def decision_of(costs: Costs, plan: Plan) -> Decision:
     ranges = pairwise(bounds)
     choices = []
     for (first, end), stage in zip(ranges, plan.stages, strict=True):
-        dropped = {name: fate for name, fate in stage.fates.items() if fate != Fate.KEEP}
+        dropped = not_kept(stage.fates)
         choices += [_choice(costs, layer, dropped) for layer in range(first, end)]
     return Decision(bounds, tuple(choices))
 

@@ -12,7 +12,6 @@ several.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Fate, Plan
@@ -32,15 +31,6 @@ Raise the version whenever the meaning of a file changes.
 """
 
 
-class PlanPart(StrEnum):
-    """The parts of a plan that a format may lack because the other system stores them elsewhere."""
-
-    CUTS = "cuts"  # how many layers each stage has
-    PLACES = "places"  # the devices of the stages
-    ORDER = "order"  # the tasks of each device, in their order
-    FATES = "fates"  # which values are kept, swapped or recomputed
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of another system, with the functions that write and read it.
@@ -49,14 +39,14 @@ class Format:
         name: the name that users give, such as "megatron".
         write: writes a plan or, if the format cannot express it, the nearest plan that it can.
         read: reads a text as a plan for the model that the outline describes.
-        silent: the parts that no file of this format has, so their absence is not a loss.
+        has_cuts: whether files say how many layers each stage has; if not, that is not a loss.
         comment: the text that begins a comment line; empty if the format has no comments.
     """
 
     name: str
     write: Callable[[Plan, Outline], str]
     read: Callable[[str, Outline], Plan]
-    silent: frozenset[PlanPart] = frozenset()
+    has_cuts: bool = True
     comment: str = "# "
 
     def export(self, plan: Plan, lossy: bool = False) -> str:
@@ -72,7 +62,7 @@ class Format:
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
-        lost = list(losses(plan, self.read(text, outline), self.silent))
+        lost = list(losses(plan, self.read(text, outline), self.has_cuts))
         if lost and not lossy:
             raise ValueError(
                 f"{self.name} cannot say all of this plan; lost would be {'; '.join(lost)}. "
@@ -216,14 +206,14 @@ def rule_of(
 def losses(
     plan: Plan,
     back: Plan,
-    silent: frozenset[PlanPart],
+    has_cuts: bool,
 ) -> Iterator[str]:
     """Yields a description of each difference between a plan and the plan read from its export.
 
     Args:
         plan: the plan that was exported.
         back: the plan that was read from the export.
-        silent: the parts that the format never has; differences in them are not losses.
+        has_cuts: whether the format says how many layers each stage has; else they may differ.
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
@@ -232,31 +222,28 @@ def losses(
         plan = plan.turn(0)
     if plan.keep_last:
         yield "that the last micro-batch keeps everything"
-    if PlanPart.CUTS not in silent and plan.cuts != back.cuts:
+    if has_cuts and plan.cuts != back.cuts:
         yield f"cuts: {_cuts(plan)} layers per stage, the nearest is {_cuts(back)}"
     places = [stage.devices for stage in plan.stages]
-    if PlanPart.PLACES not in silent and places != [stage.devices for stage in back.stages]:
+    if places != [stage.devices for stage in back.stages]:
         yield f"devices of the stages: {[d for (d,) in places]}"
     if not rule_named(plan.schedule or "1f1b").synchronous:
         yield f"updates before the step ends: schedule {plan.schedule}"
-    elif PlanPart.ORDER not in silent:
-        lists = lists_for(plan, microbatches)
-        nearest = _lists(back, microbatches)
-        if lists != nearest:
-            yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
+    elif lists_for(plan, microbatches) != _lists(back, microbatches):
+        yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
     if plan.unsplit != back.unsplit:
         yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
-    fates = [_not_kept(stage.fates) for stage in plan.stages]
-    fates_back = [_not_kept(stage.fates) for stage in back.stages]
-    if PlanPart.FATES not in silent and fates != fates_back:
+    fates = [not_kept(stage.fates) for stage in plan.stages]
+    fates_back = [not_kept(stage.fates) for stage in back.stages]
+    if fates != fates_back:
         count = sum(map(len, fates))
         kinds = sorted({str(fate) for of_stage in fates for fate in of_stage.values()})
         yield f"fates of {count} values ({', '.join(kinds) or 'all are kept'})"
-    if count := sum(len(_not_kept(stage.state_fates)) for stage in plan.stages):
+    if count := sum(len(not_kept(stage.state_fates)) for stage in plan.stages):
         yield f"fates of the optimizer's state of {count} parameters"
 
 
-def _not_kept(fates: Mapping[str, Fate]) -> dict[str, Fate]:
+def not_kept(fates: Mapping[str, Fate]) -> dict[str, Fate]:
     """Returns the fates other than KEEP. A value without a fate is also kept."""
     return {name: fate for name, fate in fates.items() if fate != Fate.KEEP}
 

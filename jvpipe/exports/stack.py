@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from jvpipe.exports.format import lists_for, rule_named, rule_of
+from jvpipe.exports.format import lists_for, not_kept, rule_named, rule_of
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules.schedule import Schedule
@@ -169,7 +169,7 @@ def _most_recomputed(
     """
     dropped: set[str] = set()
     for stage in plan.stages:
-        dropped.update(name for name, fate in stage.fates.items() if fate != Fate.KEEP)
+        dropped.update(not_kept(stage.fates))
     recomputed = []
     for first, end in pairwise(accumulate(counts, initial=0)):
         blocks = (_values(outline, stack, k) for k in range(first, end))

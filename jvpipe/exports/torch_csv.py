@@ -26,7 +26,6 @@ from typing import TypeVar
 
 from jvpipe.exports.format import (
     Format,
-    PlanPart,
     lists_by_device,
     ranks_of,
     with_lists,
@@ -273,6 +272,6 @@ TORCH_CSV = Format(
     "torch-csv",
     _write,
     _read,
-    silent=frozenset({PlanPart.CUTS}),
+    has_cuts=False,
     comment="",
 )

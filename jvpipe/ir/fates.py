@@ -148,7 +148,7 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
         for name, fate in stage.state_fates.items():
             if name not in parameters:
                 raise ValueError(did_you_mean(f"parameter of stage {s}", name, list(parameters)))
-            if FATES[Fate(fate)].away:
+            if FATES[fate].away:
                 away.add(parameters[name])
     return frozenset(away)
 

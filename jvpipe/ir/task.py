@@ -87,16 +87,6 @@ def _for_torch(text: str) -> str:
     return str(task)
 
 
-def read_csv(path: str | Path) -> TaskLists:
-    """Reads task lists from a CSV file. Empty cells stand for idle time and are skipped."""
-    lists = []
-    with Path(path).open(newline="") as file:
-        for row in csv.reader(file):
-            cells = [cell for cell in row if cell.strip()]
-            lists.append(tuple(map(Task.parse, cells)))
-    return tuple(lists)
-
-
 def text(tasks: Sequence[Task]) -> str:
     """Returns the tasks as one line of text.
 

@@ -18,14 +18,6 @@ from jvpipe.schedules.schedule import Schedule, at_least
 from jvpipe.util.given import checked_flag
 
 
-def _in_flight(stage: int, stages: int) -> int:
-    return stages - stage
-
-
-def _at_every_stage(stage: int, stages: int) -> int:
-    return stages
-
-
 class PipeDream(Schedule):
     """The schedule of PipeDream, with an update every `update_every` micro-batches.
 
@@ -40,7 +32,6 @@ class PipeDream(Schedule):
             name="pipedream-vertical-sync" if vertical_sync else "pipedream",
             lists=one_f_one_b,
             synchronous=False,
-            versions=_at_every_stage if vertical_sync else _in_flight,
             update_every=update_every,
             rule="first stage" if vertical_sync else "newest",
         )

@@ -24,10 +24,6 @@ from jvpipe.schedules.schedule import Schedule, at_least
 from jvpipe.util.brief import brief
 
 
-def _and_correction(stage: int, stages: int) -> int:
-    return 1 + (stage < stages - 1)  # the weights, and delta except on the last stage (tau = 0)
-
-
 class PipeMare(Schedule):
     """The schedule of PipeMare with its three techniques, T1, T2 and T3.
 
@@ -51,7 +47,6 @@ class PipeMare(Schedule):
             name="pipemare",
             lists=one_f_one_b,
             synchronous=False,
-            versions=_and_correction,
             update_every=update_every,
             stash=False,
             decay=float(decay),

@@ -34,11 +34,6 @@ the micro-batch's gradients are applied.
 """
 
 
-def one_version(stage: int, stages: int) -> int:
-    """Returns 1: a stage that is updated only when nothing is in flight holds one version."""
-    return 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A family of task lists, with the rule for the versions of weights that tasks read.
@@ -52,9 +47,6 @@ class Schedule:
 
         chunks=2             0 1 2 0 1 2
         chunks=2, vee=True   0 1 2 2 1 0
-
-    `versions` is a function of a stage (counted from 0) and the number of stages. It returns how
-    many arrays the stage holds per parameter: its versions, and predictions or records of updates.
 
     An asynchronous schedule updates a stage every `update_every` micro-batches (0: once per step).
     A forward reads the version that `rule` names. A backward reads the same version if `stash` is
@@ -70,7 +62,6 @@ class Schedule:
     chunks: int = 1
     vee: bool = False
     synchronous: bool = True
-    versions: Callable[[int, int], int] = one_version
     update_every: int = 0
     rule: Rule = "newest"
     stash: bool = True
@@ -178,13 +169,38 @@ class Schedule:
         """
         return microbatches / self.period(microbatches)
 
-    def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
+    def versions(self, stage: int, stages: int) -> int:
+        """Counts the arrays that a stage holds per parameter: its versions, and their corrections.
+
+        Args:
+            stage: the stage, counted from 0.
+            stages: the number of stages.
+
+        >>> from jvpipe.schedules import find_schedule
+        >>> [find_schedule("pipedream").versions(stage, 3) for stage in range(3)]
+        [3, 2, 1]
+        """
+        if self.synchronous:
+            return 1
+        if not self.stash:
+            # PipeMare holds its mean of updates. XPipe holds the last update, and predictions while
+            # a forward runs. The last stage needs none of them.
+            more = (self.decay is not None) + 2 * self.predicts
+            return 1 + more * (stage < stages - 1)
+        return {"newest": stages - stage, "first stage": stages, "one behind": 2}[self.rule]
+
+    def with_updates(
+        self,
+        stages: int,
+        microbatches: int,
+        count: int | None = None,
+    ) -> TaskLists:
         """Makes the lists of a stream with updates: U<m> follows B<m> if B<m> completes an update.
 
         Args:
             stages: the number of stages.
             microbatches: the number of micro-batches of a step.
-            steps: the number of steps of the stream.
+            count: the number of micro-batches of the stream; None for those of one step.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -192,8 +208,15 @@ class Schedule:
         '0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2'
         """
         every = self.period(microbatches)
-        lists = self.lists(stages, microbatches * steps)
-        return tuple(tuple(with_updates(tasks, every)) for tasks in lists)
+
+        def updated(tasks: Sequence[Task]) -> Iterator[Task]:
+            for task in tasks:
+                yield task
+                if KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0:
+                    yield task._replace(kind=Kind.U)
+
+        lists = self.tasks(stages, count or microbatches)
+        return tuple(tuple(updated(tasks)) for tasks in lists)
 
     def check(self, devices: int, microbatches: int) -> None:
         """Checks that an asynchronous schedule can run in steps of this many micro-batches.
@@ -234,12 +257,28 @@ class Schedule:
     def warn_of_idle(self, devices: int, microbatches: int) -> None:
         """Warns if there are so few micro-batches that devices idle for long.
 
+        The share of idle time in the message assumes that stages are equal and backwards are whole.
+
         Args:
             devices: the number of devices that the pipeline passes.
             microbatches: the number of micro-batches of a step.
         """
-        if self.synchronous and microbatches < devices:
-            _log.warning("%s", _idle(self, devices, microbatches))
+        if not self.synchronous or microbatches >= devices:
+            return
+        # The seconds of a step, in units of a device's work on one micro-batch.
+        step = devices + (microbatches - 1) / self.chunks
+        leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
+        _log.warning(
+            "%d %s %d devices idle for about %.0f%% of a step under %s: use microbatches=%d or "
+            "more, unless the loss compares the examples of a batch (contrastive losses, batch "
+            "norm) and so depends on the size of micro-batches",
+            microbatches,
+            leave,
+            devices,
+            100 * (1 - microbatches / step),
+            self.name,
+            devices,
+        )
 
     def check_layers(self, devices: int, layers: int) -> None:
         """Raises ValueError if there are fewer layers than chunks on all devices."""
@@ -305,41 +344,6 @@ def numbers_of(name: str, values: Any) -> tuple[int, ...]:
     for number in numbers:
         at_least(0, **{f"each of {name}": number})
     return numbers
-
-
-def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
-    """Yields a stage's tasks, with an update after each backward that completes its gradients.
-
-    Args:
-        tasks: the tasks of the stage.
-        every: the number of micro-batches per update.
-    """
-    for task in tasks:
-        yield task
-        if KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0:
-            yield task._replace(kind=Kind.U)
-
-
-def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
-    """Writes the message about fewer micro-batches than devices.
-
-    The share of idle time in the message assumes that stages are equal and backwards are whole.
-
-    Args:
-        schedule: a synchronous schedule.
-        devices: the number of devices.
-        microbatches: the number of micro-batches.
-    """
-    # The seconds of a step, in units of a device's work on one micro-batch.
-    step = devices + (microbatches - 1) / schedule.chunks
-    share = 1 - microbatches / step
-    leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
-    return (
-        f"{microbatches} {leave} {devices} devices idle for about {share:.0%} of a step "
-        f"under {schedule.name}: use microbatches={devices} or more, "
-        "unless the loss compares the examples of a batch (contrastive losses, "
-        "batch norm) and so depends on the size of micro-batches"
-    )
 
 
 @lru_cache(maxsize=256)

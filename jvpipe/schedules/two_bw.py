@@ -9,10 +9,6 @@ from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule
 
 
-def _two(stage: int, stages: int) -> int:
-    return 2
-
-
 class TwoBW(Schedule):
     """The schedule of PipeDream-2BW.
 
@@ -25,6 +21,5 @@ class TwoBW(Schedule):
             name="2bw",
             lists=one_f_one_b,
             synchronous=False,
-            versions=_two,
             rule="one behind",
         )

@@ -35,7 +35,7 @@ the order of the slots is used, not how long tasks take.
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -67,15 +67,12 @@ class VeeLists:
 
     def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
         """Makes the list of device d."""
-        match self.memory:
-            case "full":
-                # The phases need at least 2 S - 1 micro-batches. If a step has fewer, lists for
-                # that many are made, and the tasks of the extra micro-batches are dropped below.
-                work = _full(d, devices, max(microbatches, 2 * devices - 1))
-            case "half" | "least":
-                work = _repeated(_slots(self.memory, d, devices), microbatches)
-            case _:
-                assert_never(self.memory)
+        if self.memory == "full":
+            # The phases need at least 2 S - 1 micro-batches. If a step has fewer, lists for that
+            # many are made, and the tasks of the extra micro-batches are dropped below.
+            work = _full(d, devices, max(microbatches, 2 * devices - 1))
+        else:
+            work = _repeated(_slots(self.memory, d, devices), microbatches)
         # Tasks of the second chunk have small letters; the key is whether a letter is small.
         stage = {True: 2 * devices - 1 - d, False: d}
         tasks = []

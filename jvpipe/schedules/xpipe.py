@@ -15,11 +15,6 @@ from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule, at_least
 
 
-def _and_prediction(stage: int, stages: int) -> int:
-    # Besides the weights, all stages but the last hold u, and predictions while a forward runs.
-    return 1 + 2 * (stage < stages - 1)
-
-
 class XPipe(Schedule):
     """The schedule of XPipe, with an update every `update_every` micro-batches.
 
@@ -33,7 +28,6 @@ class XPipe(Schedule):
             name="xpipe",
             lists=one_f_one_b,
             synchronous=False,
-            versions=_and_prediction,
             update_every=update_every,
             stash=False,
             predicts=True,

@@ -279,7 +279,7 @@ class Measurement:
         costs = {self.traced.graph.examples: self.costs}
         for b in sizes:
             costs[b] = self.costs_of(self._slice(b))
-        return LocalCosts.of(costs.__getitem__, sorted(costs))
+        return LocalCosts.of(costs)
 
     def _least_slice(self, examples: int) -> int:
         """Returns the fewest examples of a slice; raises CoupledError if slices are impossible."""

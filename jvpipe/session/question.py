@@ -247,7 +247,7 @@ class Question(Training):
         model = on_cluster(plain, cluster)
         # With several machines, copies between devices are assumed not to use the links to hosts.
         model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
-        local = LocalCosts.of(costs.__getitem__, sorted(costs))
+        local = LocalCosts.of(costs)
         # For a single example, the loss may have other operations. Slices then have at least two.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
         shapes = Shapes(model, local, cluster, devices, batch, pins)

@@ -20,7 +20,7 @@ from jvpipe.cost.target_store import RefusedProgram, TargetStore
 from jvpipe.cost.targets import Target, target_of
 from jvpipe.ir.buffers import Peak, peaks
 from jvpipe.ir.compiled_stage import CompiledStage
-from jvpipe.ir.plan import FATES, Plan
+from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import Owner
 from jvpipe.planners.answer import Answer, smallest_limit_bytes
 from jvpipe.planners.model.infeasible import Infeasible
@@ -165,7 +165,7 @@ class Signer:
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
                 before = largest.get(key, sizes)
-                largest[key] = max(before, sizes, key=lambda x: x.temporary)
+                largest[key] = max(before, sizes, key=lambda x: x.temp_size_in_bytes)
         return largest
 
     def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:
@@ -177,8 +177,7 @@ class Signer:
             answer: has the plan.
 
         Raises:
-            ValueError: the compiler refuses a program, or the plan swaps to the host and the
-                compile target has no host memory.
+            ValueError: the compiler refuses a program.
         """
         plan, decision = answer.plan, answer.decision
         assert plan is not None
@@ -225,15 +224,6 @@ class Signer:
         return replace(problem, costs=costs)
 
     def _compiled(self, question: Question, plan: Plan, store: TargetStore) -> CompiledPlan:
-        target = store.compiler.target
-        away: list[str] = []
-        for stage in plan.stages:
-            away += [name for name, fate in stage.fates.items() if FATES[fate].away]
-        if away and not target.host_memory:
-            raise ValueError(
-                f"the plan swaps {away[0]} to the host, and {target.name} has no memory there: "
-                "give host_memory_bytes = 0 in the cluster's file"
-            )
         run = question.compiled(plan, store)
         try:
             run.bounds  # noqa: B018 - reading the property compiles the programs

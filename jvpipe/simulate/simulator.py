@@ -26,7 +26,6 @@ waits for the last program that was dispatched to the receiving device before th
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import assert_never
 
 import numpy as np
@@ -274,10 +273,6 @@ def simulate_lists(
     >>> work.step_s, round(work.bubble_fraction, 4)  # (8 + 4 - 1) * 3, (4 - 1) / (8 + 4 - 1)
     (33.0, 0.2727)
     """
-    last = max([task.stage for task in chain(*lists)], default=-1)
-    named = max(len(lists), last + 1)
-    if named != len(stages):
-        raise ValueError(f"the task lists name {named} stages, and {len(stages)} are given")
     parts_s = [stage.parts_s for stage in stages]
     features = Features.of(
         parts_s,

@@ -24,6 +24,7 @@ experiments.planners.simulator` measures it.
 import heapq
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain, pairwise
 
 import numpy as np
@@ -85,8 +86,14 @@ class TaskGraph:
         self._missing = [len(needs) for needs in self._before]
         self._first = [i for i, count in enumerate(self._missing) if not count]
         self._order = self._sorted()
-        if len(self._order) < len(occupies):
-            raise self._stuck(name)
+        if len(self._order) == len(occupies):
+            return
+        try:
+            TopologicalSorter(dict(enumerate(self._before))).prepare()
+        except CycleError as error:
+            # The error has the circle in the order in which the tasks would run.
+            pairs = pairwise(reversed(error.args[1]))
+            raise cannot_progress({name(i): [name(j)] for i, j in pairs}) from None
 
     def starts_s(self, seconds: Sequence[float]) -> list[float]:
         """Computes when each task starts; a task that takes no time does not queue.
@@ -213,24 +220,6 @@ class TaskGraph:
                 if not missing[j]:
                     order.append(j)
         return order
-
-    def _stuck(self, name: Callable[[int], str]) -> ValueError:
-        """Makes the error for a circle of tasks: each waits for the next, the last for the first.
-
-        Every task that is not in `_order` waits for a task that is not in `_order`. So a walk from
-        such a task to one that it waits for can always go on. There are finitely many tasks, so
-        the walk comes back to a task that it has passed.
-        """
-        done = set(self._order)
-        tasks = range(len(self._before))
-        i = next(i for i in tasks if i not in done)
-        path: list[int] = []
-        while i not in path:
-            path.append(i)
-            i = next(j for j in self._before[i] if j not in done)
-        circle = path[path.index(i) :]
-        pairs = pairwise([*circle, i])
-        return cannot_progress({name(i): [name(j)] for i, j in pairs})
 
 
 def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -40,15 +40,11 @@ class Curve(NamedTuple):
         >>> curve.t_s.tolist(), curve.bytes.tolist(), curve.most_bytes
         ([0.0, 1.0], [13, 15], 15)
         """
-        if not changes:
-            return Curve(place, np.zeros(1), np.array([base_bytes]))
-        times, group = np.unique([t for t, _ in changes], return_inverse=True)
+        seconds, sizes = zip((0.0, base_bytes), *changes, strict=True)  # a curve begins at 0
+        times, group = np.unique(seconds, return_inverse=True)
         sums = np.zeros(len(times), int)  # all changes of an instant count as one
-        np.add.at(sums, group, [n for _, n in changes])
-        if times[0] > 0:  # a curve begins at 0
-            times = np.append(0.0, times)
-            sums = np.append(0, sums)
-        return Curve(place, times, base_bytes + sums.cumsum())
+        np.add.at(sums, group, sizes)
+        return Curve(place, times, sums.cumsum())
 
     @property
     def most_bytes(self) -> int:

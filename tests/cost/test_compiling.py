@@ -40,14 +40,7 @@ def compiled_here(shape: Any) -> Sizes:
     needs = jitted.lower(shape, shape).compile(compiler_options=options).memory_analysis()
     assert needs
     each = (shape.size * 4, shape.size * 4), (shape.shape[0] ** 2 * 4, shape.size * 4)
-    return Sizes(
-        needs.argument_size_in_bytes,
-        needs.output_size_in_bytes,
-        needs.alias_size_in_bytes,
-        needs.temp_size_in_bytes,
-        needs.generated_code_size_in_bytes,
-        *each,
-    )
+    return Sizes(needs.temp_size_in_bytes, *each)
 
 
 @pytest.mark.thorough
@@ -124,15 +117,12 @@ def quiet() -> Iterator[None]:
 @pytest.mark.skipif(not find_spec("jax_cuda12_plugin"), reason="needs jvpipe[aot-cuda]")
 def test_a_gpu_that_is_not_here_tells_its_bytes(quiet: None) -> None:
     (sizes,) = Compiler(find_target("h100")).sizes([text_of(SHAPES[0], "cuda")])
-    assert sizes.arguments == 2 * 64 * 32 * 4
-    assert sizes.aliased == 64 * 32 * 4
-    assert sizes.temporary >= 64 * 64 * 4, "the product before the last one is no result"
+    assert sizes.temp_size_in_bytes >= 64 * 64 * 4, "the product before the last one is no result"
 
 
 @pytest.mark.skipif(not find_spec("libtpu"), reason="needs jvpipe[aot-tpu]")
 def test_a_tpu_that_is_not_here_tells_its_bytes_with_padding(quiet: None) -> None:
     (sizes,) = Compiler(find_target("v5e")).sizes([text_of(SHAPES[0], "tpu")])
-    assert sizes.arguments == sum(sizes.each_argument) == 2 * 32 * 128 * 4, (
+    assert sum(sizes.each_argument) == 2 * 32 * 128 * 4, (
         "the 64 are stored as 128, in tiles of 8 x 128"
     )
-    assert sizes.code > 0

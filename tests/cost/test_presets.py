@@ -1,5 +1,8 @@
 """The presets are the machines that the papers name."""
 
+from unittest.mock import Mock
+
+import jax
 import pytest
 
 from jvpipe.cost.cluster_file import find_cluster
@@ -13,7 +16,7 @@ from jvpipe.cost.presets import (
     TPU_V5E,
     TPU_V5P,
     TPU_V6E,
-    accelerator_like,
+    accelerator_of,
 )
 
 
@@ -83,4 +86,4 @@ def test_figures_are_sustained_and_grow_with_the_generations() -> None:
 def test_a_device_at_hand_is_like_one_that_is_known(
     kind: str, platform: str, known: Accelerator
 ) -> None:
-    assert accelerator_like(kind, platform) is known
+    assert accelerator_of(Mock(jax.Device, device_kind=kind, platform=platform)) is known

@@ -21,6 +21,10 @@ def products(fn: Any, *shapes: tuple[int, ...]) -> list[Product]:
     return [product for product in found if product]
 
 
+def flops(product: Product) -> int:
+    return 2 * product.b * product.m * product.n * product.k
+
+
 def seconds(product: Product, **said: float) -> float:
     return product_s(product, Tiling(**said), CORES, RATE, math.inf)
 
@@ -28,7 +32,7 @@ def seconds(product: Product, **said: float) -> float:
 def test_a_full_wave_reaches_the_rate() -> None:
     whole = Product(1, 128 * CORES, 128, 100)
     assert seconds(whole) == pytest.approx(FULL)
-    assert seconds(whole) == pytest.approx(whole.flops / RATE)
+    assert seconds(whole) == pytest.approx(flops(whole) / RATE)
 
 
 def test_a_wave_that_is_not_full_takes_as_long() -> None:
@@ -45,7 +49,7 @@ def test_every_tile_has_a_start() -> None:
 
 def test_long_sums_are_cut_for_idle_cores_unless_their_parts_take_too_long_to_add() -> None:
     long = Product(1, 128, 128, 10**6)
-    assert seconds(long) < long.flops / RATE * 1.3
+    assert seconds(long) < flops(long) / RATE * 1.3
     slow = product_s(long, Tiling(), CORES, RATE, 1e3)
     assert slow > 3 * seconds(long)
 
@@ -62,9 +66,9 @@ def test_dense_convolutions_of_three_by_three_take_fewer_products(of: str) -> No
 
     fn = convolved if of == "forward" else gradient
     *_, last = products(fn, (8, 32, 32, 128), (3, 3, 128, 256))
-    assert last.flops == 2 * 8 * 32 * 32 * 128 * 256 * 9
+    assert flops(last) == 2 * 8 * 32 * 32 * 128 * 256 * 9
     assert last.minimal is not None
-    assert last.minimal.flops * 9 == last.flops * 4
+    assert flops(last.minimal) * 9 == flops(last) * 4
     assert seconds(last, winograd=1.0) < seconds(last) / 2
 
 
@@ -89,7 +93,7 @@ def test_strides_have_no_shorter_way_and_their_gradients_multiply_no_zeros() -> 
 
     forward, of_images = products(gradient, (8, 32, 32, 64), (3, 3, 64, 64))
     assert forward.minimal is of_images.minimal is None
-    assert of_images.flops == forward.flops == 2 * 8 * 16 * 16 * 64 * 64 * 9
+    assert flops(of_images) == flops(forward) == 2 * 8 * 16 * 16 * 64 * 64 * 9
 
 
 def test_matrices_in_batches_are_one_product() -> None:

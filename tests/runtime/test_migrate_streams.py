@@ -101,7 +101,7 @@ def lawful(pipe: jvpipe.Pipeline, name: str) -> None:
     moments = [(c.step * MICRO + c.microbatch, c.new) for c in pipe.session.history]
     plans = [(0, pipe.session.history[0].old), *moments]
     tables = {
-        S: versions(schedule, schedule.with_updates(S, MICRO, 2 * STEPS), MICRO)
+        S: versions(schedule, schedule.with_updates(S, MICRO, 2 * STEPS * MICRO), MICRO)
         for S in range(1, 5)
     }
     for (layer, m), reads in pipe.ledger.versions.table().items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.ir.task import read_csv, write_csv
+from jvpipe.ir.task import text, write_csv
 from jvpipe.schedules import SCHEDULES, find_schedule
 from jvpipe.schedules.interleaved import Interleaved, InterleavedLists
 from jvpipe.schedules.schedule import Schedule
@@ -17,10 +17,11 @@ SEVERAL = ["interleaved", "zb-h1", "zb-v", "v-half", "1f1b", "gpipe"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_lists_are_read_from_csv_as_they_were_written(name: str, tmp_path: Path) -> None:
+def test_csv_has_a_line_of_tasks_for_each_device(name: str, tmp_path: Path) -> None:
     lists = SCHEDULES[name].lists(3, 7)
     write_csv(tmp_path / "lists.csv", lists)
-    assert read_csv(tmp_path / "lists.csv") == lists
+    lines = (tmp_path / "lists.csv").read_text().splitlines()
+    assert lines == [text(tasks).replace(" ", ",") for tasks in lists]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 11])

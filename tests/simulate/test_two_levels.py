@@ -230,5 +230,5 @@ def test_the_last_forward_of_gpipe_waits_for_all_that_leaves_and_stages_do_not_s
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
 def test_streams_have_the_lists_of_1f1b_and_updates_take_no_time(name: str) -> None:
     loads = [StageLoad(1.0, 2.0, send_s=0.5)] * 2 + [StageLoad(2.0, 3.0, return_s=0.25)]
-    lists = find_schedule(name).with_updates(3, 4, 2)
+    lists = find_schedule(name).with_updates(3, 4, 8)
     assert simulate_lists(lists, loads).step_s == by_rows(one_f_one_b(3, 8), loads).step_s

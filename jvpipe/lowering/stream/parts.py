@@ -98,7 +98,7 @@ def parts(
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
-    >>> two, three = (find_schedule("pipedream").with_updates(2, 2, steps) for steps in (2, 3))
+    >>> two, three = (find_schedule("pipedream").with_updates(2, 2, count) for count in (4, 6))
     >>> [text(part[0]) for part in parts(lambda n: three, 2, 2, ended=two)]
     ['0F0 0F1 0B0 0U0', '0F2 0B1 0U1 0F3 0B2 0U2', '0B3 0U3']
     """

@@ -100,7 +100,7 @@ class StreamTimeline:
         def lists(steps: int) -> list[TaskLists]:
             """Makes, for each span, the lists of a stream that only ever has the span's plan."""
             return [
-                rule.with_updates(len(plan.stages), M, steps)
+                rule.with_updates(len(plan.stages), M, M * steps)
                 for rule, plan in zip(schedules, plans, strict=True)
             ]
 

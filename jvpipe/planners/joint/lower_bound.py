@@ -94,6 +94,7 @@ def _hidden_transfers(problem: Problem) -> Solution:
             name=schedule.name,
             lists=schedule.lists,
             synchronous=False,
+            stash=False,  # so that each stage still holds one version of its parameters
         )
     return solve(replace(alone, schedule=schedule), pricing_of(alone))
 

@@ -20,7 +20,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
-from jvpipe.schedules.schedule import Schedule, with_updates
+from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Timeline
@@ -204,12 +204,10 @@ def _lists(
         microbatches: how many micro-batches a step has.
         count: how many micro-batches the lists have.
     """
-    lists = schedule.tasks(devices, count)
     if not schedule.synchronous:
-        period = schedule.period(microbatches)
-        return tuple(tuple(with_updates(tasks, period)) for tasks in lists)
+        return schedule.with_updates(devices, microbatches, count)
     of_step = []
-    for tasks in lists:
+    for tasks in schedule.tasks(devices, count):
         stages = sorted({task.stage for task in tasks})
         updates = [Task(s, Kind.U, count - 1) for s in stages]
         of_step.append((*tasks, *updates))

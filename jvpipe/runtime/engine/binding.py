@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe.cost.target_store import AbsentProgram
+from jvpipe.cost.compiling import Sizes
 from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Spec
@@ -126,11 +126,10 @@ class Bound:
         """
         padded: dict[int, int] = {}  # by buffer, its bytes
         for one in self.instructions:
-            if not isinstance(one.run, AbsentProgram):
+            if not isinstance(one.run, Sizes):
                 continue
-            sizes = one.run.sizes
-            taken = zip(one.row.reads, sizes.each_argument, strict=False)
-            yielded = zip(one.row.writes, sizes.each_result, strict=False)  # then a marker
+            taken = zip(one.row.reads, one.run.each_argument, strict=False)
+            yielded = zip(one.row.writes, one.run.each_result, strict=False)  # then a marker
             for b, size in (*taken, *yielded):
                 padded[b] = max(padded.get(b, 0), size)
         if not padded:

@@ -14,7 +14,7 @@ M = 9
 @pytest.mark.parametrize("S", range(1, 9))
 def test_versions_are_those_of_the_rules(S: int) -> None:
     def table(schedule: Schedule) -> tuple[list[list[int]], list[list[int]]]:
-        found = versions(schedule, schedule.with_updates(S, M, steps=3), M)
+        found = versions(schedule, schedule.with_updates(S, M, 3 * M), M)
         return [list(x) for x in found.forward], [list(x) for x in found.backward]
 
     count, stages = range(3 * M), range(S)
@@ -31,7 +31,7 @@ def test_versions_are_those_of_the_rules(S: int) -> None:
 
 def test_updates_every_few_micro_batches() -> None:
     schedule = PipeDream(update_every=3)
-    lists = schedule.with_updates(2, 3, steps=2)
+    lists = schedule.with_updates(2, 3, 6)
     assert text(lists[0]) == "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0U2 0F4 0B3 0F5 0B4 0B5 0U5"
     assert versions(schedule, lists, 3).forward == ((0, 0, 0, 0, 1, 1), (0, 0, 0, 1, 1, 1))
 
@@ -45,7 +45,7 @@ DRAWN = {
 
 @pytest.mark.parametrize("S", DRAWN)
 def test_the_first_stage_is_as_drawn(S: int) -> None:
-    lists = [PipeDream().with_updates(S, 2, steps) for steps in (2, 3)]
+    lists = [PipeDream().with_updates(S, 2, count) for count in (4, 6)]
     found = parts(lambda n: lists[1], 2, 2, ended=lists[0])
     assert [text(part[0]) for part in found] == DRAWN[S]
     assert [text(part[S - 1]) for part in found] == [
