@@ -267,6 +267,7 @@ class OptimizerCutter:
                     microbatches=microbatches,
                     grad_norm=self.settings.grad_norm,
                     traced=self._trace(readers, microbatches),
+                    stacks=self._seen,
                 )
                 # A parameter's optimizer state is sharded like the parameter.
                 if (sharding := self.settings.sharding) is not None:
