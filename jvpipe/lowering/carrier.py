@@ -263,11 +263,11 @@ class Carrier(BufferTable):
             microbatches: the first micro-batch of that step, which is number 0 in `spots`.
             versions: the version at the start of that step, which is number 0 in `spots`.
         """
-        for spot in list(self.ids):
+        for spot, b in list(self.ids.items()):
             if not VALUES[spot.value.kind].follows or spot.copy is Copy.STALE:
                 continue
             if spot.shifted(-microbatches, -versions) not in spots:
-                self.forget(spot)
+                self.forget(b)
 
     def relocate(self, plan: Plan) -> None:
         """Moves parameters, constants and optimizer state to their places under a plan.
