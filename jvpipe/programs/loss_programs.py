@@ -141,6 +141,6 @@ def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """Returns the program that makes fresh accumulators."""
     return Program(
         ("zeros", types_of(shapes)),
-        lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes],
+        lambda: list(map(jnp.zeros_like, shapes)),
         (),
     )
