@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from jvpipe.cli.run_folder import RunDir
-from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from jvpipe.runtime.state.checkpoints.checkpoint import save_checkpoint
+from tests.saved import load_checkpoint
 
 EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"})
 OLD, NEW = 1, 2

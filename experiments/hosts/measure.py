@@ -68,10 +68,10 @@ def crossing_s(hosts: Hosts, size: int) -> float:
         hosts.exchange("turn", b"")
         start_s = time.perf_counter()
         if hosts.process == 0:
-            hosts.connected.offer(other, 2 * i, array)
+            hosts.connected.offer(2 * i, array)
             hosts.connected.ask(other, 2 * i + 1, like).block_until_ready()
         else:
-            hosts.connected.offer(other, 2 * i + 1, hosts.connected.ask(other, 2 * i, like))
+            hosts.connected.offer(2 * i + 1, hosts.connected.ask(other, 2 * i, like))
         taken.append((time.perf_counter() - start_s) / 2)
         hosts.exchange("turn", b"")
     return statistics.median(taken[2:])

@@ -17,12 +17,8 @@ from typing import Any
 from jvpipe.cli.command_options import DECIDES
 from jvpipe.cli.own_model import is_installed
 from jvpipe.ir.plan import Plan
-from jvpipe.runtime.state.checkpoints.checkpoint import (
-    check_checkpoint,
-    delete_checkpoint,
-    is_checkpoint,
-    open_checkpoint,
-)
+from jvpipe.runtime.state.checkpoints import generations
+from jvpipe.runtime.state.checkpoints.checkpoint import open_checkpoint
 from jvpipe.runtime.state.checkpoints.generations import DamageError, adding_path, file_digest
 from jvpipe.runtime.state.checkpoints.held_folder import HeldError, held_folder, place_of
 from jvpipe.runtime.state.checkpoints.sealed_file import read_sealed, write_sealed
@@ -104,7 +100,7 @@ class RunDir:
 
     def checkpoints(self) -> list[Path]:
         """Returns the folders of all complete checkpoints, oldest first."""
-        return [path for path in self._folders(r"\d{8,}") if is_checkpoint(path)]
+        return [path for path in self._folders(r"\d{8,}") if generations.newest(path)]
 
     def prune(self, keep: int, best_step: int = 0) -> None:
         """Deletes all checkpoints except the last ones and the best one.
@@ -120,7 +116,7 @@ class RunDir:
         kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
-                delete_checkpoint(path)
+                generations.delete(path)
         for path in self._folders(r"\d{8,}\.deleted"):
             with adding_path(path):
                 shutil.rmtree(path)
@@ -279,7 +275,8 @@ def hold_new(stack: ExitStack, name: str) -> RunDir:
 
 def _is_whole(checkpoint: Path) -> bool:
     try:
-        check_checkpoint(checkpoint)
+        if generation := generations.newest(checkpoint):
+            generations.check_generation(generation)
         _check_step(checkpoint)
     except DamageError:
         return False

@@ -91,12 +91,7 @@ class BufferTable:
             b: the buffer.
             spot: its new name, at the same place.
         """
-        old = self.spots[b]
-        # If another buffer has the old name by now, that buffer keeps the name.
-        if self.ids.get(old) == b:
-            del self.ids[old]
-        if self.current.get((old.value, old.place)) == b:
-            del self.current[old.value, old.place]
+        self.forget(b)
         self.ids[spot] = b
         self.spots[b] = spot
         self.buffers[b] = replace(self.buffers[b], value=spot.value, copy=spot.copy)
@@ -111,12 +106,14 @@ class BufferTable:
             return
         # A stale buffer is counted as memory of the device. This buffer lies on the host, so it
         # does not become stale, but loses its name.
-        self.ids.pop(spot, None)
-        self.current.pop((spot.value, spot.place), None)
+        self.forget(b)
 
-    def forget(self, spot: Spot) -> None:
-        """Removes a name from the table. The buffer remains, but can no longer be found by name."""
-        b = self.ids.pop(spot)
+    def forget(self, b: int) -> None:
+        """Removes a buffer's name. The buffer remains, but can no longer be found by name."""
+        spot = self.spots[b]
+        # If another buffer has the name by now, that buffer keeps the name.
+        if self.ids.get(spot) == b:
+            del self.ids[spot]
         if self.current.get((spot.value, spot.place)) == b:
             del self.current[spot.value, spot.place]
 

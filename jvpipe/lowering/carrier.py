@@ -203,23 +203,12 @@ class Carrier(BufferTable):
             self.moved.append((b, host))
             self._arriving.append((host, new))
             return new
-        there = self._copied(b, source, target, layer, m, new)
-        if there != new:  # the value is on the device now, but has to lie on the device's host
-            self.row(Kind.OUT, target, layer, m, [there], [new])
-            if there != b:
-                self.row(
-                    Kind.FREE,
-                    target,
-                    layer,
-                    m,
-                    [there, new],
-                    [],
-                )
+        self._copy(b, source, target, layer, m, new)
         if info.follows:
             self.moved.append((b, new))
         return new
 
-    def _copied(
+    def _copy(
         self,
         b: int,
         source: int,
@@ -227,36 +216,40 @@ class Carrier(BufferTable):
         layer: int,
         m: int,
         new: int,
-    ) -> int:
-        """Returns a buffer on the target's device that holds what a given buffer holds.
+    ) -> None:
+        """Appends the rows that copy a buffer, by the legs that lie between the two ends.
+
+            b, if on the host    IN      the source's device
+            source's device      MOVE    the target's device, if it is another
+            target's device      OUT     new, if on the host
+
+        What lies on a device only on the way is freed there.
 
         Args:
             b: the buffer to copy, on the device of the source or on that device's host.
             source: the place of `b`.
-            target: the place of the copy.
+            target: the place of `new`.
             layer: the layer that the rows concern.
             m: the micro-batch, or NONE.
-            new: the buffer that the value moves to, on the target's device or on that device's
-                host. If it lies on the device, it is the result.
+            new: the copy, on the target's device or on that device's host.
         """
-        value = self.spots[b].value
-        size = self.buffers[b].bytes
+        value, size = self.spots[new].value, self.buffers[b].bytes
+        on_device = self.spots[new].copy is not Copy.AWAY
         here = b
-        if self.buffers[b].copy is Copy.AWAY:
-            if source == target:
-                self.row(Kind.IN, source, layer, m, [b], [new])
-                return new
-            here = self.fresh(value, source, size, Copy.FETCHED)
+        if self.buffers[b].copy.on_host:
+            is_there = on_device and source == target
+            here = new if is_there else self.fresh(value, source, size, Copy.FETCHED)
             self.row(Kind.IN, source, layer, m, [b], [here])
-        elif source == target:
-            return b
-        there = new
-        if self.spots[new].copy is Copy.AWAY:
-            there = self.fresh(value, target, size, Copy.FETCHED)
-        self.row(Kind.MOVE, source, layer, m, [here], [there])
-        if here != b:
-            self.row(Kind.FREE, source, layer, m, [here, there], [])
-        return there
+        there = here
+        if source != target:
+            there = new if on_device else self.fresh(value, target, size, Copy.FETCHED)
+            self.row(Kind.MOVE, source, layer, m, [here], [there])
+            if here != b:
+                self.row(Kind.FREE, source, layer, m, [here, there], [])
+        if there != new:
+            self.row(Kind.OUT, target, layer, m, [there], [new])
+            if there != b:
+                self.row(Kind.FREE, target, layer, m, [there, new], [])
 
     # Changes of plan
 
@@ -270,11 +263,11 @@ class Carrier(BufferTable):
             microbatches: the first micro-batch of that step, which is number 0 in `spots`.
             versions: the version at the start of that step, which is number 0 in `spots`.
         """
-        for spot in list(self.ids):
+        for spot, b in list(self.ids.items()):
             if not VALUES[spot.value.kind].follows or spot.copy is Copy.STALE:
                 continue
             if spot.shifted(-microbatches, -versions) not in spots:
-                self.forget(spot)
+                self.forget(b)
 
     def relocate(self, plan: Plan) -> None:
         """Moves parameters, constants and optimizer state to their places under a plan.
@@ -316,22 +309,9 @@ class Carrier(BufferTable):
                 if ids:
                     self.row(Kind.DROP, place, NONE, NONE, ids, [])
         for host, new in self._arriving:
-            self._arrive(host, new)
+            place = self.buffers[new].place
+            self._copy(host, place, place, NONE, NONE, new)
         self.moved, self._arriving = [], []
-
-    def _arrive(self, host: int, new: int) -> None:
-        """Brings a value that waits on the host to its new place.
-
-        A value that has to lie on the host of the new place passes through the device there.
-        """
-        value, place, copy = self.spots[new]
-        if copy is not Copy.AWAY:
-            self.row(Kind.IN, place, NONE, NONE, [host], [new])
-            return
-        there = self.fresh(value, place, self.buffers[new].bytes, Copy.FETCHED)
-        self.row(Kind.IN, place, NONE, NONE, [host], [there])
-        self.row(Kind.OUT, place, NONE, NONE, [there], [new])
-        self.row(Kind.FREE, place, NONE, NONE, [there, new], [])
 
     def bring_state(self) -> None:
         """Brings the newest model state to every place where the plan has it."""

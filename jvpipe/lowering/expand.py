@@ -102,7 +102,7 @@ class Expander(LayerValues):
             layer.reading(ValueKind.PARAMETER),
             back=False,
         )
-        reads = [self.read_by(layer, ref, m) for ref in layer.reads]
+        reads = [self.read_by(ref, m) for ref in layer.reads]
         writes = [self.write(ref, m) for ref in layer.writes]
         # If the layer will be recomputed, these residuals are unused: R makes them again.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
@@ -133,7 +133,7 @@ class Expander(LayerValues):
         reads = []
         for ref in layer.reads:
             reader = 0 if ref.kind is ValueKind.STATE else m
-            reads.append(self.read_by(layer, ref, reader))
+            reads.append(self.read_by(ref, reader))
         writes = []
         for ref in layer.writes:
             copy = Copy.UNUSED if ref.kind is ValueKind.STATE else Copy.OWN
@@ -348,7 +348,7 @@ class Expander(LayerValues):
             layer.reading(ValueKind.PARAMETER),
             back=True,
         )
-        reads = [self.read_by(layer, ref, m, back=True) for ref in layer.reads]
+        reads = [self.read_by(ref, m, back=True) for ref in layer.reads]
         writes = []
         for ref in layer.writes:
             copy = Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED

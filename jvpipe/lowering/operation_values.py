@@ -29,32 +29,19 @@ class LayerValues:
         self.weights = weights
         self._written = written_state(graph)
 
-    def read_by(
-        self,
-        layer: Layer,
-        ref: Ref,
-        m: int,
-        *,
-        back: bool = False,
-    ) -> Value:
+    def read_by(self, ref: Ref, m: int, *, back: bool = False) -> Value:
         """Names a value that a layer reads for a micro-batch.
 
         A layer reads the model state as the micro-batch before `m` left it.
 
         Args:
-            layer: the layer that reads.
             ref: one of the layer's inputs.
             m: the micro-batch.
             back: whether the layer's backward reads the value; if not, its forward does.
         """
         match ref.kind:
             case ValueKind.PARAMETER:
-                return self.weights.reading(
-                    ref.index,
-                    layer.id,
-                    m,
-                    back=back,
-                )
+                return self.weights.reading(ref.index, m, back=back)
             case ValueKind.CONSTANT:
                 return Value(ValueKind.CONSTANT, ref.index)
             case ValueKind.STATE if ref.index not in self._written:  # one for all micro-batches
@@ -92,7 +79,7 @@ class LayerValues:
         kind, i = source
         match kind:
             case "input":
-                return self.read_by(layer, layer.reads[i], m, back=True)
+                return self.read_by(layer.reads[i], m, back=True)
             case "output":
                 return self.written_by(layer.writes[i], m)
             case "residual":

@@ -60,7 +60,8 @@ def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[T
     last = max((task.microbatch for task in (*old, *new)), default=-1)
     for m in range(last + 1):
         plan = old if m < microbatch else new
-        forward = _forward_position(plan, m)
+        forwards = (i for i, t in enumerate(plan) if t.kind == Kind.F and t.microbatch == m)
+        forward = next(forwards, None)
         if forward is None:
             continue
         # Forwards are left out here: each is appended in its own turn, from the list of its plan.
@@ -71,11 +72,3 @@ def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[T
     append(new or old)
     assert not remaining, f"{remaining} belong to neither list"
     return tuple(order)
-
-
-def _forward_position(tasks: Sequence[Task], microbatch: int) -> int | None:
-    """Returns the position of a micro-batch's forward in a stage's list; None if it has none."""
-    for position, task in enumerate(tasks):
-        if task.kind == Kind.F and task.microbatch == microbatch:
-            return position
-    return None

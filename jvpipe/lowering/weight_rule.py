@@ -26,19 +26,11 @@ class Weights:
         self.graph = graph
         self.accumulates = accumulates
 
-    def reading(
-        self,
-        p: int,
-        layer: int,
-        m: int,
-        *,
-        back: bool,
-    ) -> Value:
+    def reading(self, p: int, m: int, *, back: bool) -> Value:
         """Names the version of a parameter that a layer reads for a micro-batch.
 
         Args:
             p: the parameter.
-            layer: the layer that reads it.
             m: the micro-batch.
             back: whether the layer's backward reads it; if not, its forward does.
         """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jvpipe.ir.examples import Over
 from jvpipe.ir.rows import SliceRun
 from jvpipe.programs.loss_programs import Parts
-from jvpipe.programs.store import Program, added_up, types_of
+from jvpipe.programs.store import Program, added_up, types_of, weighted_sum
 
 
 def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
@@ -76,10 +76,7 @@ def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Pr
     """Returns the program that sums arrays of one shape in their order, each times its weight."""
 
     def weigh(*parts: jax.Array) -> list[jax.Array]:
-        products = []
-        for x, w in zip(parts, weights, strict=True):
-            products.append(x * jnp.asarray(w, x.dtype))
-        return [added_up(products)]
+        return [weighted_sum(parts, weights)]
 
     key = "weighted", part.shape, str(part.dtype), tuple(weights)
     return Program(key, weigh, (part,) * len(weights))

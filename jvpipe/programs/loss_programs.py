@@ -16,7 +16,7 @@ import numpy as np
 from jvpipe.ir.examples import Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.reductions import AuxReduction
-from jvpipe.programs.store import Program, added_up, added_weights, types_of
+from jvpipe.programs.store import Program, added_up, added_weights, types_of, weighted_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ class Parts:
             case Over.SUM:
                 return added_up(values)
             case Over.MEAN:
-                return self._mean(values)
+                # Slices may differ in size, so each value is weighted by its number of examples.
+                sizes = [s.size for s in self.slices]
+                return weighted_sum(values, [size / sum(sizes) for size in sizes])
             case Over.ALONG:
                 return jnp.concatenate(values, self.spread.axis)
             case Over.MAX:
@@ -43,16 +45,6 @@ class Parts:
                 return values[-1]
             case _:
                 raise AssertionError(f"{self.spread} cannot be joined")
-
-    def _mean(self, values: Sequence[jax.Array]) -> jax.Array:
-        # Slices may differ in size, so each value is weighted by its number of examples.
-        sizes = [s.size for s in self.slices]
-        examples = sum(sizes)
-        parts = []
-        for x, size in zip(values, sizes, strict=True):
-            share = np.asarray(size / examples, values[0].dtype)
-            parts.append(x * share)
-        return added_up(parts)
 
 
 def loss_program(
@@ -149,6 +141,6 @@ def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """Returns the program that makes fresh accumulators."""
     return Program(
         ("zeros", types_of(shapes)),
-        lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes],
+        lambda: list(map(jnp.zeros_like, shapes)),
         (),
     )

@@ -31,6 +31,7 @@ from jvpipe.programs.shape_rules import REDUCTIONS, on_a_part
 from jvpipe.programs.straight_line import straight_body
 from jvpipe.programs.transformations import scope_of
 from jvpipe.trace import jaxprs
+from jvpipe.trace.axes import along_after
 from jvpipe.trace.primitives import is_elementwise
 
 _MATRIX = frozenset({"cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"})
@@ -183,14 +184,11 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     rows = values[side]
     other = values[1 - side]
     count = len(rows.parts)
-    # The result has the batch axes first, then the free axes of the first operand, and then the
-    # free axes of the second operand.
     if role_of_axis == _FREE:
         others = (whole(other),) * count
-        before = len(batch[0])
-        if side == 1:
-            before += len(_free_axes(eqn, 0))
-        position = before + _free_axes(eqn, side).index(rows.axis)
+        axes = [rows.axis, None] if side == 0 else [None, rows.axis]
+        position = along_after(eqn, axes, [None])[0]
+        assert isinstance(position, int), position
     else:
         # Batch axes and contracted axes come in pairs: each operand has one axis of a pair.
         axes = batch if role_of_axis == _BATCH else contracted
@@ -206,14 +204,6 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     return Rows(position, tuple(results))
 
 
-def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
-    """Returns the axes of a product's operand that are neither contracted nor batch axes."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    others = {*contracted[side], *batch[side]}
-    rank = len(_jax.aval(eqn.invars[side]).shape)
-    return [axis for axis in range(rank) if axis not in others]
-
-
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a scan whose body works on parts.
 
@@ -225,7 +215,7 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     arrays = [_without_even(value) for value in values]
     constants, carry, xs = _jax.scan_operands(eqn, arrays)
     # The scan runs along the first axis of xs, so that axis cannot be cut into parts.
-    xs = [_moved(_uncut(x, 0), 0) for x in xs]
+    xs = [whole(x) if isinstance(x, Rows) and x.axis == 0 else _moved(x, 0) for x in xs]
     carry = [_moved(c, 0) for c in carry]
     results: list[Any] = []  # the results of the body's last run
 
@@ -259,12 +249,6 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _without_even(value: Any) -> Any:
     return whole(value) if isinstance(value, Even) else value
-
-
-def _uncut(value: Any, axis: int) -> Any:
-    """Returns the whole array if a value is cut along a given axis, otherwise the value itself."""
-    is_cut = isinstance(value, Rows) and value.axis == axis
-    return whole(value) if is_cut else value
 
 
 def _moved(value: Any, by: int) -> Any:

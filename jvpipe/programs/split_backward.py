@@ -235,9 +235,9 @@ def _half(
     of_sources = zip(jaxpr.invars, signature.sources, strict=False)
     of_cotangents = zip(others, signature.cotangents, strict=False)
     of_constants = zip(jaxpr.constvars, whole.consts, strict=True)
-    sources = {v: source for v, source in of_sources if v in read}
-    cotangents = {v: cotangent for v, cotangent in of_cotangents if v in read}
-    constants = {v: constant for v, constant in of_constants if v in read}
+    sources, cotangents, constants = (
+        {v: x for v, x in pairs if v in read} for pairs in (of_sources, of_cotangents, of_constants)
+    )
     invars = [*sources, *cotangents, *taken]
     computed = jaxprs.defined(eqns)
     assert read <= {*invars, *constants, *computed}, "a half reads what is the other's"

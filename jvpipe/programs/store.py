@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr
@@ -114,6 +115,11 @@ def added_up(values: Sequence[Any]) -> Any:
     the order of summation.
     """
     return reduce(operator.add, values)
+
+
+def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Returns the sum of arrays of one shape, each times its weight, in their order."""
+    return added_up([x * np.asarray(w, x.dtype) for x, w in zip(values, weights, strict=True)])
 
 
 def added_weights(values: Sequence[Any]) -> Any:

@@ -21,7 +21,7 @@ from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.schedules import Schedule
 from jvpipe.schedules.planned import pipeline_length
-from jvpipe.trace.digests import closed_lines, without_addresses
+from jvpipe.trace.digests import jaxpr_lines, without_addresses
 from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.modules import warn_of_statistics
@@ -267,6 +267,7 @@ class OptimizerCutter:
                     microbatches=microbatches,
                     grad_norm=self.settings.grad_norm,
                     traced=self._trace(readers, microbatches),
+                    stacks=self._seen,
                 )
                 # A parameter's optimizer state is sharded like the parameter.
                 if (sharding := self.settings.sharding) is not None:
@@ -305,7 +306,8 @@ class OptimizerCutter:
         parts = {"update": traced.update, "init": traced.init}
         lines: list[str] = []
         for name, closed in parts.items():
-            lines += [f"{name}: {line}" for line in closed_lines(closed)]
+            of_part = jaxpr_lines(closed.jaxpr, closed.consts)
+            lines += [f"{name}: {line}" for line in of_part]
         return lines
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:

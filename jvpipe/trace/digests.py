@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
@@ -176,11 +176,6 @@ def _shown(eqn: JaxprEqn) -> str:
     numbers = [str(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
     results = ", ".join(str(var.aval) for var in eqn.outvars)
     return " ".join([eqn.primitive.name, *numbers, "to", results])
-
-
-def closed_lines(closed: ClosedJaxpr) -> list[str]:
-    """Returns the lines of `jaxpr_lines` for a jaxpr that comes with its constants."""
-    return jaxpr_lines(closed.jaxpr, closed.consts)
 
 
 def _shape_of(value: Any) -> str:

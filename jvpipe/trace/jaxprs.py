@@ -7,6 +7,7 @@ readers of a value before the equation that defines it.
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -143,18 +144,10 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
 
     A loop or call loses its effects if no equation with effects is left in its body.
     """
-
-    def quiet(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(_without(value.jaxpr, calls), value.consts)
-        if isinstance(value, Jaxpr):
-            return _without(value, calls)
-        if type(value) in (tuple, list):  # not a subclass, whose constructor may be different
-            return type(value)(map(quiet, value))
-        return value
+    quiet = partial(_without, calls=calls)
 
     def quieted(eqn: JaxprEqn) -> JaxprEqn:
-        params = {name: quiet(value) for name, value in eqn.params.items()}
+        params = {name: with_bodies(quiet, value) for name, value in eqn.params.items()}
         changed = eqn.replace(params=params)
         inner = _jax.inner_jaxprs(changed)
         if not inner or not changed.effects:
@@ -167,6 +160,26 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
     kept = filter(is_kept, jaxpr.eqns)
     eqns = prune([quieted(eqn) for eqn in kept], jaxpr.outvars)
     return jaxpr.replace(eqns=eqns, effects=_effects([jaxpr.replace(eqns=eqns)]))
+
+
+def with_bodies(act: Callable[..., Jaxpr], value: Any, *others: Any) -> Any:
+    """Returns a parameter of an equation with its jaxprs, which may be in tuples, replaced.
+
+    Args:
+        act: makes a jaxpr of the one that it replaces and those at the same place in `others`.
+        value: the parameter.
+        others: the same parameter of other equations.
+    """
+    match value:
+        case ClosedJaxpr():
+            return ClosedJaxpr(act(value.jaxpr, *(x.jaxpr for x in others)), value.consts)
+        case Jaxpr():
+            return act(value, *others)
+        # Not a subclass, whose constructor may be different.
+        case tuple() | list() if type(value) in (tuple, list):
+            return type(value)(map(partial(with_bodies, act), value, *others))
+        case _:
+            return value
 
 
 def _effects(bodies: Iterable[Jaxpr]) -> frozenset[Any]:

@@ -14,26 +14,25 @@ Equations that add to a sum over examples, or divide such a sum, are changed as 
 that the results of all slices add up to the result of the whole micro-batch.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jvpipe import _jax
-from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.layers import Ref
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.body import Body
-from jvpipe.trace.flatten import flatten
+from jvpipe.trace.flatten import CALLS, flatten
+from jvpipe.trace.loops import LOOPS
 from jvpipe.trace.spread import GENERATORS
 from jvpipe.trace.sums_and_means import Beside
 
-_LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
+_REWRITTEN = (*LOOPS, *CALLS)
 """Primitives whose bodies are rewritten for a slice."""
 
 
@@ -87,7 +86,7 @@ class SliceCut:
             name = of_whole.primitive.name
             if name in GENERATORS:
                 eqns += self._generated(of_whole, of_part)
-            elif name in _LOOPS:
+            elif name in _REWRITTEN:
                 eqns.append(self._loop(of_whole, of_part))
             else:
                 beside = self.amended.get(id(of_whole))
@@ -102,30 +101,14 @@ class SliceCut:
 
     def _loop(self, whole: JaxprEqn, part: JaxprEqn) -> JaxprEqn:
         """Returns a loop or call on a slice, with its bodies rewritten."""
+
+        def sliced(of_part: Jaxpr, of_whole: Jaxpr) -> Jaxpr:
+            return of_part.replace(eqns=list(self._equations(of_whole.eqns, of_part.eqns)))
+
         params = dict(part.params)
         for name, value in whole.params.items():
-            params[name] = self._inside(value, part.params[name])
+            params[name] = jaxprs.with_bodies(sliced, params[name], value)
         return part.replace(params=params)
-
-    def _inside(self, whole: Any, part: Any) -> Any:
-        """Returns a parameter of a loop or call for a slice, with rewritten bodies.
-
-        Args:
-            whole: the parameter on the micro-batch.
-            part: the same parameter as traced at the size of the slice.
-        """
-        match part:
-            case ClosedJaxpr():
-                return ClosedJaxpr(self._inside(whole.jaxpr, part.jaxpr), part.consts)
-            case Jaxpr():
-                return part.replace(eqns=list(self._equations(whole.eqns, part.eqns)))
-            case tuple():
-                pairs = zip(whole, part, strict=True)
-                items = [self._inside(a, b) for a, b in pairs]
-                is_same = all(map(operator.is_, items, part))
-                return part if is_same else tuple(items)
-            case _:
-                return part
 
     def _generated(self, whole: JaxprEqn, part: JaxprEqn) -> Sequence[JaxprEqn]:
         """Returns the equations that draw all numbers of a micro-batch, and take a slice's part."""

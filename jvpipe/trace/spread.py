@@ -30,6 +30,7 @@ from jvpipe.trace.alike import Alike
 from jvpipe.trace.axes import along_after, grown_axis
 from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.factors import factor_power
+from jvpipe.trace.flatten import CALLS, RULES
 from jvpipe.trace.loops import LOOPS
 from jvpipe.trace.normalized import normalized
 from jvpipe.trace.pullbacks import pullback
@@ -51,18 +52,6 @@ from jvpipe.trace.sums_and_means import (
 
 GENERATORS = ("random_bits", "random_split", "iota")
 """Primitives whose results depend on positions: a slice cuts its part out of the whole."""
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat2",
-    "remat",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
-_RULES = ("custom_jvp_call", "custom_vjp_call")
 _POSITIONS = ("start_indices", "padding_config")
 _GIVES = "gives single examples a value that was made of several examples"
 _IN_FIRST = {
@@ -170,9 +159,9 @@ class Spreading:
             is_fixed = isinstance(value, int | float) or key in _POSITIONS
             if is_fixed and repr(small.params[key]) != repr(value):  # as text, because NaN != NaN
                 raise self.refused(eqn, "has a parameter that depends on the number of examples")
-        if name in _CALLS:
+        if name in CALLS | RULES:
             outs = self._call(eqn, small, ins)
-            if name in _RULES:
+            if name in RULES:
                 self._check_rule(eqn, small, ins, outs)
             return outs
         if name == "optimization_barrier":
@@ -350,12 +339,12 @@ class Spreading:
             small: the same body in the other trace.
             ins: how the inputs of the body depend on the examples.
         """
-        flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in _RULES
+        flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in RULES
         inner = replace(
             self,
             lies_of=dict(zip(body.invars, map(_undivided, ins), strict=True)),
             flows=None if flows else (),  # a function with a rule gets its gradients from the rule
-            _in_rule=self._in_rule or eqn.primitive.name in _RULES,
+            _in_rule=self._in_rule or eqn.primitive.name in RULES,
             _alike=Alike(),
             _outer=self._outer or eqn,
         )

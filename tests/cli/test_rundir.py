@@ -14,9 +14,10 @@ import pytest
 from jvpipe.cli import run_folder
 from jvpipe.cli.run_folder import RunDir, hold_new
 from jvpipe.ir.plan import Plan
-from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from jvpipe.runtime.state.checkpoints.checkpoint import save_checkpoint
 from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.held_folder import HeldError
+from tests.saved import load_checkpoint
 
 CONFIG = {
     "model": "bert",

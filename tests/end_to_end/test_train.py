@@ -26,10 +26,10 @@ from jvpipe import models
 from jvpipe.cli import run_folder
 from jvpipe.cli.command_line import parse
 from jvpipe.cli.keeping import Keeper
-from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
 from jvpipe.util.sizes import format_bytes
 from tests.commands import ended, finished, running
 from tests.forks import LIMIT_S, environment
+from tests.saved import load_checkpoint
 from tests.session.test_sealed_anew import changed, put
 
 

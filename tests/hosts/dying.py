@@ -34,8 +34,8 @@ class Deadly(Transport):
     def begin(self) -> None:
         self._inner.begin()
 
-    def offer(self, process: int, number: int, array: jax.Array) -> None:
-        self._inner.offer(process, number, array)
+    def offer(self, number: int, array: jax.Array) -> None:
+        self._inner.offer(number, array)
         if number in self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -18,11 +18,11 @@ import pytest
 
 from experiments.hosts.run import free_port
 from jvpipe.cli.shell import ExitCode
-from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
 from tests.forks import LIMIT_S, Fork, Main, environment, forked
 from tests.grid import grid
 from tests.hosts import dying, enduring, worker
+from tests.saved import load_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"

@@ -192,7 +192,7 @@ PLACES: dict[str, Callable[[], Any]] = {
     "stages' seconds": lambda: simulate_lists(((TASK,),), [StageLoad(1.0, 1.0)]),
     "versions": lambda: recorded(Use(NEW, 0, 0, 0)).table(),
     "a value that is read": lambda: placed(Value(VALUE)),
-    "a layer's input": lambda: expander().read_by(GRAPH.layers[0], Ref(VALUE, 0), 0),
+    "a layer's input": lambda: expander().read_by(Ref(VALUE, 0), 0),
     "a layer's output": lambda: list(
         expander().forward(Layer(0, "", (), (Ref(VALUE, 0),)), 0, HOW)
     ),

@@ -229,6 +229,20 @@ def test_per_layer_an_optimizer_sees_slices() -> None:
     close(pipe.params(state), STACKS.join(plain))
 
 
+def test_a_pipeline_names_the_stack_that_cannot_be_cut_and_the_cure() -> None:
+    optimizer, params, _ = mixing(32)
+
+    def loss(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["blocks"]["w"])
+        return jnp.mean(x**2)
+
+    pipe = jvpipe.Pipeline(loss, optimizer, 2, MICRO, planner="even")
+    with pytest.raises(
+        ValueError, match=r"from 'blocks/w'\. .*With Pipeline\(stacked=\"per_layer\"\)"
+    ):
+        pipe.init(params, np.ones((MICRO, 32), np.float32), None)
+
+
 def test_another_word_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"stacked must be None .* or 'per_layer' .*, not 'layers'"

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.trace.digests import array_digest, closed_lines, leaf_lines, made_lines
+from jvpipe.trace.digests import array_digest, jaxpr_lines, leaf_lines, made_lines
 from jvpipe.trace.flatten import flatten
 
 X = np.ones(3, np.float32)
 
 
 def lines(fn: Callable[..., Any], x: Any = X) -> list[str]:
-    return closed_lines(flatten(fn, x, keep_rules=True))
+    closed = flatten(fn, x, keep_rules=True)
+    return jaxpr_lines(closed.jaxpr, closed.consts)
 
 
 def scaled(by: float) -> Callable[[Any], Any]:

@@ -109,7 +109,9 @@ def parts(
         rest: list[tuple[Task, ...]] = []
         for tasks in _without(done, lists(n)):
             # A stage's part of the step ends before its first forward for the next step.
-            end = _next_step(tasks, (n + 1) * microbatches)
+            at = (n + 1) * microbatches
+            following = (i for i, t in enumerate(tasks) if t.kind == Kind.F and t.microbatch >= at)
+            end = next(following, len(tasks))
             first.append(tasks[:end])
             rest.append(tasks[end:])
         # Tasks that are needed early follow the step's own tasks, in the order of the list.
@@ -127,11 +129,3 @@ def parts(
 def _without(done: Collection[Task], lists: TaskLists) -> TaskLists:
     """Returns the lists without the tasks that are done."""
     return tuple(tuple(task for task in tasks if task not in done) for tasks in lists)
-
-
-def _next_step(tasks: tuple[Task, ...], microbatch: int) -> int:
-    """Returns the position of a list's first forward for a later step, or the end of the list."""
-    for position, task in enumerate(tasks):
-        if task.kind == Kind.F and task.microbatch >= microbatch:
-            return position
-    return len(tasks)

@@ -114,19 +114,11 @@ class StreamWeights(Weights):
 
     # Reading
 
-    def reading(
-        self,
-        p: int,
-        layer: int,
-        m: int,
-        *,
-        back: bool,
-    ) -> Value:
+    def reading(self, p: int, m: int, *, back: bool) -> Value:
         """Names the weights that a layer reads: shifted ones if they exist, or the rule's version.
 
         Args:
             p: the parameter.
-            layer: the layer that reads it.
             m: the micro-batch.
             back: whether the layer's backward reads it; if not, its forward does.
         """

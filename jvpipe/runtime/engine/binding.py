@@ -10,7 +10,7 @@ A new kind of row needs a case in `_copy`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple, assert_never
 
@@ -173,7 +173,8 @@ def bind_rows(
         spec_of: tells how a leaf of the batch lies over a mesh.
     """
     buffers = lowered.buffers
-    temporary = _TemporaryBytes()
+    # Many rows share an executable. Each is asked once: this is the slowest part of binding.
+    temporary_bytes = cache(lambda run: run.memory_analysis().temp_size_in_bytes)
     instructions = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):
         target = _memory(buffers, born) if born else row.place
@@ -193,7 +194,7 @@ def bind_rows(
             frees=dead,
             target=target,
             born_bytes=sum(buffers[b].bytes for b in born),
-            temporary_bytes=temporary.of(run) if copy is None else 0,
+            temporary_bytes=temporary_bytes(run) if copy is None else 0,
             source=source,
             freed_bytes=sum(buffers[b].bytes for b in dead),
             watched=calls_host(row),
@@ -202,24 +203,6 @@ def bind_rows(
         )
         instructions.append(instruction)
     return Bound(lowered, tuple(instructions))
-
-
-class _TemporaryBytes:
-    """The bytes that executables need while they run.
-
-    Many rows share an executable. Each is asked only once, because this is the slowest part of
-    binding.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, int] = {}
-
-    def of(self, executable: Any) -> int:
-        """Returns the bytes that an executable needs beside its arguments and results."""
-        if id(executable) not in self._by_id:
-            needs = executable.memory_analysis()
-            self._by_id[id(executable)] = needs.temp_size_in_bytes
-        return self._by_id[id(executable)]
 
 
 def _copy(

@@ -83,14 +83,6 @@ class Mark(NamedTuple):
     row: Row
     at: Moment
 
-    def error(self) -> Exception | None:
-        """Waits until the row has run; returns its error, if it has failed."""
-        try:
-            self.array.block_until_ready()
-        except Exception as error:
-            return error
-        return None
-
 
 @dataclass
 class Controller:
@@ -276,7 +268,7 @@ class Controller:
     def _pass_first(self) -> None:
         """Waits for the oldest mark, and removes it; raises an error if its row has failed."""
         mark = self.marks[0]
-        error = self._error_of(mark)
+        error = self._error_of(mark.array)
         if error is None:
             self.marks.popleft()
             return
@@ -287,22 +279,19 @@ class Controller:
             self.marks.clear()
         raise failure from error
 
-    def _error_of(self, mark: Mark) -> Exception | None:
-        """Waits until the row of a mark has run; returns its error, if it has failed."""
-        if self.hosts is not None:
-            try:
-                self.hosts.come(mark.array)
-            except HostLost as lost:
-                return lost
-        return mark.error()
-
-    def arrive(self, array: jax.Array) -> None:
-        """Waits for an array; raises the error if its computation has failed."""
+    def _error_of(self, array: jax.Array) -> Exception | None:
+        """Waits for an array; returns the error of its computation, if that has failed."""
         try:
             if self.hosts is not None:
                 self.hosts.come(array)
             array.block_until_ready()
         except Exception as error:
+            return error
+        return None
+
+    def arrive(self, array: jax.Array) -> None:
+        """Waits for an array; raises the error if its computation has failed."""
+        if error := self._error_of(array):
             raise self.failure(error) from error
 
     def failure(
@@ -323,7 +312,7 @@ class Controller:
         # The error may follow from an earlier one. Then the oldest mark whose row has failed shows
         # the cause.
         for mark in () if isinstance(error, HostLost) else self.marks:
-            cause = self._error_of(mark)
+            cause = self._error_of(mark.array)
             if cause is not None:
                 error, row, at = cause, mark.row, mark.at
                 break

@@ -55,12 +55,12 @@ def _seconds(hosts: Hosts, size: int) -> float:
         start_s = time.perf_counter()
         outward, back = 2 * i, 2 * i + 1
         if hosts.process == 0:
-            transport.offer(other, outward, array)
+            transport.offer(outward, array)
             # A pause between two checks would count as latency.
             returned = transport.ask(other, back, like)
             hosts.come(returned, pause_s=0.0)
             returned.block_until_ready()
         else:
-            transport.offer(other, back, transport.ask(other, outward, like))
+            transport.offer(back, transport.ask(other, outward, like))
         seconds.append((time.perf_counter() - start_s) / 2)
     return statistics.median(seconds[1:])

@@ -233,7 +233,7 @@ class Hosts(Channel):
         transport = self.connected
 
         def offer(array: jax.Array) -> tuple[()]:
-            transport.offer(half.process, half.number, array)
+            transport.offer(half.number, array)
             return ()
 
         return offer
@@ -280,7 +280,7 @@ class Hosts(Channel):
             for number, (holder, _, array) in enumerate(here):
                 if holder == self.process:
                     assert array is not None
-                    self.connected.offer(0, number, array)
+                    self.connected.offer(number, array)
         else:
             values = []
             for number, (holder, like, array) in enumerate(here):
@@ -312,7 +312,7 @@ class Hosts(Channel):
         for number, (copy, array) in enumerate(zip(copies, arrays, strict=True)):
             if copy.source == self.process:
                 assert array is not None
-                transport.offer(copy.target, number, array)
+                transport.offer(number, array)
             asks = copy.target == self.process
             here.append(transport.ask(copy.source, number, copy.like) if asks else None)
         self.come(*here)

@@ -33,7 +33,7 @@ from jvpipe.programs.model_programs import (
     weight_program,
 )
 from jvpipe.programs.optimizer_pieces import OptimizerCut
-from jvpipe.programs.store import Program
+from jvpipe.programs.store import Program, types_of
 from jvpipe.runtime.engine.replicas import Replicas
 from jvpipe.runtime.engine.value_shapes import shape, value_shape, value_spec
 from jvpipe.schedules.schedule import Schedule
@@ -269,8 +269,7 @@ class RowPrograms:
 
 def arrival(arrays: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """Returns a program that only reads arrays. So its marker comes once all arrays have come."""
-    key = "arrival", *((array.shape, str(array.dtype)) for array in arrays)
-    return Program(key, lambda *xs: [jax.numpy.int32(0)], tuple(arrays))
+    return Program(("arrival", *types_of(arrays)), lambda *xs: [jax.numpy.int32(0)], tuple(arrays))
 
 
 def _operand(row: Row, kind: type[R]) -> R:

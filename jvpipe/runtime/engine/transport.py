@@ -53,14 +53,13 @@ class Transport:
         """Begins a run of rows, in which the number of each row stands for a new copy."""
         self._run += 1
 
-    def offer(self, process: int, number: int, array: jax.Array) -> None:
-        """Offers an array to a process; returns at once.
+    def offer(self, number: int, array: jax.Array) -> None:
+        """Offers an array to the process that asks for it; returns at once.
 
         This process may drop its reference at once, but must not overwrite the array until the
         array has arrived. An array without elements is not sent, because `ask` makes it.
 
         Args:
-            process: the process that may ask for the array.
             number: the number of the row that copies the array.
             array: an array of this process.
         """

@@ -27,6 +27,7 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import Layer, Ref, Source
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import ValueKind
+from jvpipe.lowering.layout import stages_of
 from jvpipe.programs import weight_programs
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model_programs import forward_program, piece_program
@@ -121,8 +122,7 @@ class Replay:
         """Uses a plan from now on. The plan of a run may change at any micro-batch."""
         self._compiled = compiled
         self._fates = Fates.of(self._graph, compiled.plan)
-        stages = enumerate(compiled.plan.stages)
-        self._stage = {layer: s for s, stage in stages for layer in stage.layers}
+        self._stage = stages_of(compiled.plan)
 
     def forget(self) -> None:
         """Forgets PipeMare's mean and XPipe's last update, as a run does after a drain.

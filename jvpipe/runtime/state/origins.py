@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jvpipe.ir.buffers import Buffer
-from jvpipe.ir.layers import Array
 from jvpipe.ir.values import Owner
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
 from jvpipe.runtime.engine.placing import name_of
 from jvpipe.runtime.engine.tensors import Away, Identity
+from jvpipe.runtime.engine.value_shapes import value_array
 from jvpipe.util.devices import is_own
 
 Parked = dict[Identity, Any]
@@ -211,15 +211,13 @@ class Origins:
 
 def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
     """Returns the identity of each persistent buffer's array."""
-    graph = compiled.traced.graph
-    arrays: dict[str, Sequence[Array]] = {
-        "parameter": [parameter.array for parameter in graph.parameters],
-        "optimizer": [leaf.array for leaf in compiled.optimizer.state],
-        "state": graph.state,
-        "constant": graph.constants,
-    }
-    names = map(name_of, compiled.persistent)
-    return tuple((kind, arrays[kind][index]) for kind, index in names)
+    identities: list[Identity] = []
+    for buffer in compiled.persistent:
+        value = buffer.value
+        array = value_array(compiled.traced.graph, compiled.optimizer, value)
+        assert array is not None, f"{value} is not state between steps"
+        identities.append((value.kind, array))
+    return tuple(identities)
 
 
 def _parameters_of_state(compiled: CompiledPlan) -> dict[Any, Identity]:

@@ -70,8 +70,8 @@ def test_weights_are_predicted_once_there_is_an_update_to_go_by() -> None:
     of.existing.add(Value(ValueKind.APPLIED, 1))
     (shift,) = of.shifts(MIDDLE, 3, [1], back=back)
     assert drawn(shift) == "SHIFT1: parameter 1 version 2, applied 1 -> predicted 1 micro-batch 3"
-    assert str(of.reading(1, 1, 3, back=False)) == "predicted 1 micro-batch 3"
-    assert str(of.reading(1, 1, 3, back=True)) == "parameter 1 version 3"
+    assert str(of.reading(1, 3, back=False)) == "predicted 1 micro-batch 3"
+    assert str(of.reading(1, 3, back=True)) == "parameter 1 version 3"
     assert list(of.shifts(MIDDLE, 3, [1], back=back)) == [], "and only once"
     assert list(of.shifts(MIDDLE, 3, [1], back=True)) == [], (
         "a backward of XPipe reads what is there"

@@ -11,10 +11,10 @@ import pytest
 
 from jvpipe.runtime.state.checkpoints.checkpoint import (
     checkpoint_extra,
-    load_checkpoint,
     save_checkpoint,
 )
 from tests.moments import copied_at_every_operation
+from tests.saved import load_checkpoint
 
 META = {"step": 1, "extra": {}}
 

@@ -16,11 +16,9 @@ import pytest
 from jvpipe.runtime.engine.disagreement import Disagreement
 from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.state.checkpoints import generations
 from jvpipe.runtime.state.checkpoints.checkpoint import (
-    check_checkpoint,
     checkpoint_extra,
-    delete_checkpoint,
-    load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
@@ -28,6 +26,7 @@ from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.process_parts import open_together, save_parts
 from tests.moments import copied_at_every_operation
 from tests.runtime.test_hosts import Store
+from tests.saved import load_checkpoint
 
 META = {"step": 1, "extra": {"data": 3}}
 
@@ -143,7 +142,7 @@ def test_every_array_of_every_process_comes_back_from_the_part_of_its_process(
         name for named in some_alone.values() for name, x in named.items() if x is not None
     } == {"d", "n"}
     assert_same(some_alone["parameter"]["d"], mine[2]["parameter"]["d"])
-    delete_checkpoint(tmp_path)
+    generations.delete(tmp_path)
     assert not tmp_path.exists()
 
 
@@ -257,7 +256,7 @@ def test_damage_to_any_file_is_told_alike_by_all(
         assert told.startswith(f"{tmp_path} is damaged: ")
         assert path.name in told
         with pytest.raises(DamageError):
-            check_checkpoint(tmp_path)
+            generations.check_generation(path.parent)
         path.write_bytes(content)
     assert outcomes(readers, opened) == [tmp_path.name] * readers
 
@@ -271,6 +270,6 @@ def test_processes_that_read_different_checkpoints_are_told_apart(tmp_path: Path
         str(end).startswith("the checkpoints differ between processes: meta.json is ")
         for end in ends
     )
-    delete_checkpoint(paths[1])
+    generations.delete(paths[1])
     ends = outcomes(2, lambda hosts: open_together(hosts, paths[hosts.process]))
     assert str(ends[0]) == f"process 1 says: {paths[1]} holds no checkpoint that jvpipe saved"

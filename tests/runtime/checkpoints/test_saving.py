@@ -15,12 +15,12 @@ from safetensors.numpy import load_file
 import jvpipe
 from jvpipe.cli.outputs import write_safetensors
 from jvpipe.runtime.engine.hosts import Hosts
-from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
 from jvpipe.runtime.state.checkpoints.flight import names_of
 from jvpipe.runtime.state.checkpoints.process_parts import save_parts
 from jvpipe.runtime.state.checkpoints.saving import Saving
 from tests.grid import grid
 from tests.runtime.test_hosts import each
+from tests.saved import load_checkpoint
 from tests.session import tiny
 from tests.session.tiny import begun
 

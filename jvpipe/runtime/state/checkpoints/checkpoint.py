@@ -163,40 +163,12 @@ def open_checkpoint(path: str | Path) -> Saved:
     return Saved(folder, generation, meta)
 
 
-def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
-    """Reads a whole checkpoint: its arrays, and its `meta.json`.
-
-    Raises:
-        ValueError: there is no checkpoint.
-        DamageError: the checkpoint has changed since it was saved.
-    """
-    saved = open_checkpoint(path)
-    saved.check()
-    return saved.read(), saved.meta
-
-
 def checkpoint_extra(path: str | Path) -> dict[str, Any]:
     """Returns the `extra` with which `Pipeline.save` was called."""
     saved = open_checkpoint(path)
     with damage_of(saved.folder):
         compare(META, saved.meta.get("extra"), {str: anything})
     return saved.meta["extra"]
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Tells whether a folder holds a checkpoint that was written completely."""
-    return generations.newest(path) is not None
-
-
-def check_checkpoint(path: Path) -> None:
-    """Raises DamageError if there is a checkpoint with files that differ from their digests."""
-    if generation := generations.newest(path):
-        generations.check_generation(generation)
-
-
-def delete_checkpoint(path: Path) -> None:
-    """Deletes a checkpoint, even a damaged one, and no other files. A failure is only a warning."""
-    generations.delete(path)
 
 
 WORDS = {

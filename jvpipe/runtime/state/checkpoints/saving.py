@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvpipe.ir.layers import Array
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
@@ -45,13 +46,13 @@ class Saving:
     microbatches: int
 
     @property
-    def names(self) -> dict[str, list[str]]:
-        """The names of the arrays of each kind in a checkpoint."""
+    def _by_kind(self) -> dict[str, list[Array]]:
+        """The arrays of each kind in a checkpoint."""
         graph = self.compiled.traced.graph
         return {
-            "parameter": [p.array.name for p in graph.parameters],
-            "optimizer": [leaf.array.name for leaf in self.compiled.optimizer.state],
-            "state": [array.name for array in graph.state],
+            "parameter": [p.array for p in graph.parameters],
+            "optimizer": [leaf.array for leaf in self.compiled.optimizer.state],
+            "state": list(graph.state),
         }
 
     def arrays(self, of_state: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
@@ -65,12 +66,12 @@ class Saving:
         """
         newest = newest_of(self.compiled, stream_steps)
         arrays: Arrays = {}
-        for kind, names in self.names.items():
+        for kind, of_kind in self._by_kind.items():
             arrays[kind] = {}
-            for i, name in enumerate(names):
+            for i, array in enumerate(of_kind):
                 x = of_state[newest[kind, i]]
                 if x is not None:
-                    arrays[kind][name] = to_host(x)
+                    arrays[kind][array.name] = to_host(x)
         # A state in flight is saved with all of its arrays, besides the newest versions above.
         if stream_steps:
             spots = names_of(self.compiled, stream_steps)
@@ -91,9 +92,9 @@ class Saving:
         here = [spot for spot in spots if is_own(devices[spot.place])]
         if stream_steps:
             return {("flight", str(spot)) for spot in here}
-        names = self.names
+        by_kind = self._by_kind
         leaves = {(str(spot.value.kind), spot.value.index) for spot in here}
-        return {(kind, names[kind][i]) for kind, i in leaves if kind in names}
+        return {(kind, by_kind[kind][i].name) for kind, i in leaves if kind in by_kind}
 
     def meta(
         self,
@@ -145,13 +146,13 @@ class Saving:
             ValueError: the arrays are of another model.
         """
         leaves: dict[Name, Leaf] = {}
-        for kind, names in self.names.items():
+        for kind, of_kind in self._by_kind.items():
             saved = arrays.get(kind, {})
-            shapes = dict(zip(names, self._shapes_of(kind), strict=True))
+            shapes = {array.name: (tuple(array.shape), str(array.dtype)) for array in of_kind}
             check_paths(kind, saved, shapes, str(path))
-            for i, name in enumerate(names):
-                if saved[name] is not None:
-                    (leaves[kind, i],) = given_leaves([saved[name]])
+            for i, array in enumerate(of_kind):
+                if saved[array.name] is not None:
+                    (leaves[kind, i],) = given_leaves([saved[array.name]])
         return leaves
 
     def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
@@ -201,17 +202,6 @@ class Saving:
         if any(states):
             binding.append(states)
         return binding
-
-    def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
-        """Returns the shape and type of each array of a kind, in the order of `names`."""
-        graph = self.compiled.traced.graph
-        optimizer = self.compiled.optimizer
-        arrays = {
-            "parameter": [p.array for p in graph.parameters],
-            "optimizer": [leaf.array for leaf in optimizer.state],
-            "state": graph.state,
-        }
-        return [(tuple(a.shape), str(a.dtype)) for a in arrays[kind]]
 
 
 def checkpoint_plan(path: str | Path) -> Plan | None:
