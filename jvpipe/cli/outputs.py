@@ -115,11 +115,7 @@ def parameter_names(params: PyTree) -> dict[str, Any]:
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
     """
-    paths, leaves = [], []
-    for path, leaf in jax.tree.leaves_with_path(params):
-        paths.append(path)
-        leaves.append(leaf)
-    return dict(zip(path_names(paths, "."), leaves, strict=True))
+    return dict(zip(path_names(params, "."), jax.tree.leaves(params), strict=True))
 
 
 def check_writable(path: Path) -> None:

@@ -229,10 +229,9 @@ class _View:
 
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
     """Returns the leaves of a tree of shapes, with their names."""
-    names = path_names(paths_of(tree))
     return tuple(
         Array(name, leaf.shape, str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
-        for name, leaf in zip(names, jax.tree.leaves(tree), strict=True)
+        for name, leaf in zip(path_names(tree), jax.tree.leaves(tree), strict=True)
     )
 
 

@@ -123,7 +123,7 @@ def trace_loss(
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
     trees = {ValueKind.PARAMETER: params, ValueKind.STATE: state, ValueKind.BATCH: batch}
-    names = {kind: _leaf_paths(tree) for kind, tree in trees.items()}
+    names = {kind: path_names(tree) for kind, tree in trees.items()}
     check_modules(params)
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
@@ -201,17 +201,10 @@ def _labeled(
     )
 
 
-def _leaf_paths(tree: Tree) -> tuple[str, ...]:
-    """Returns the paths of a tree's leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return path_names([path for path, _ in leaves])
-
-
 def _leaves_of_aux(aux: Tree) -> tuple[tuple[str, ...], list[Any]]:
     """Returns the paths of the leaves of aux, and the values of each leaf: two for a `Weighted`."""
-    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
-    paths = path_names([path for path, _ in leaves])
-    return paths, [jax.tree.leaves(leaf) for _, leaf in leaves]
+    leaves = jax.tree.leaves(aux, is_leaf=_is_weighted)
+    return path_names(aux, is_leaf=_is_weighted), list(map(jax.tree.leaves, leaves))
 
 
 def _refs(counts: dict[ValueKind, int]) -> list[Ref]:

@@ -90,9 +90,7 @@ class Stacks:
         >>> Stacks(jax.tree.structure({"base": [0, 0], "head": 0}), (None,) * 3).named(["base/*"])
         (True, True, False)
         """
-        numbered = self.tree.unflatten(range(len(self.lengths)))
-        leaves = jax.tree_util.tree_leaves_with_path(numbered)
-        paths = path_names([path for path, _ in leaves])
+        paths = path_names(self.tree.unflatten(range(len(self.lengths))))
         for pattern in patterns:
             matching = (path for path in paths if fnmatchcase(path, pattern))
             if next(matching, None) is None:
