@@ -49,6 +49,7 @@ from jvpipe.session.arguments import USUAL_MICROBATCHES
 from jvpipe.session.options import passed
 from jvpipe.session.settings import library_versions
 from jvpipe.trace.batches import micro_batch_shapes
+from jvpipe.util.brief import first_line
 from jvpipe.util.option import PIPELINE, options_of
 
 
@@ -371,8 +372,7 @@ def _go_back(data: models.Data, last: Path) -> None:
     try:
         data.train.set_state(extra["data"])
     except Exception as problem:  # a user's own class of data may raise any kind of error
-        first_line = (str(problem).splitlines() or [""])[0]
-        reason = f"{type(problem).__name__}: {first_line}"
+        reason = f"{type(problem).__name__}: {first_line(problem)}"
         raise DamageError(f"{last} has no usable position in the data: {reason}") from problem
 
 

@@ -30,6 +30,7 @@ from jvpipe.models.user_batches import UserBatches
 from jvpipe.session.arguments import check_loss, whole_number
 from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
+from jvpipe.util.brief import first_line
 from jvpipe.util.given import checked_flag
 from jvpipe.util.names import did_you_mean
 
@@ -356,7 +357,7 @@ def _loaded(name: str, load: Any) -> Any:
         return load()
     except Exception as problem:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-        reason = (str(problem).splitlines() or [""])[0]
+        reason = first_line(problem)
         line = _line_of(name, problem)
         raise ValueError(f"--model {name} cannot be imported: {kind}{reason}{line}") from problem
 

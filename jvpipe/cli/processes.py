@@ -32,6 +32,7 @@ from jvpipe.runtime.engine.meeting import PATIENCE, Attendance, Given, MeetingSe
 from jvpipe.runtime.engine.signed_lines import read_secret
 from jvpipe.session.settings import library_versions
 from jvpipe.trace.digests import digest
+from jvpipe.util.brief import first_line
 from jvpipe.util.given import checked_address
 
 Own = tuple[StepMetrics, Busy]
@@ -182,10 +183,9 @@ def join(options: TrainOptions) -> Hosts:
                 shutdown_timeout_seconds=10,
             )
         except (ValueError, RuntimeError) as problem:
-            reason = next(iter(str(problem).splitlines()), type(problem).__name__)
             raise ValueError(
-                f"the processes cannot connect: {reason} If JAX does not support your cluster, "
-                "give --coordinator HOST:PORT, --process-id and --num-processes"
+                f"the processes cannot connect: {first_line(problem)} If JAX does not support your "
+                "cluster, give --coordinator HOST:PORT, --process-id and --num-processes"
             ) from problem
     hosts = present_hosts()
     if hosts is None:

@@ -26,7 +26,7 @@ from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_
 from jvpipe.session.engine import Engine
 from jvpipe.trace.batches import shapes_of, shown
 from jvpipe.trace.loss import KeyKind
-from jvpipe.util.brief import brief
+from jvpipe.util.brief import brief, first_line
 from jvpipe.util.pattern import anything, compare
 
 
@@ -147,7 +147,7 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     except Disagreement:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-        why = (str(problem).splitlines() or [type(problem).__name__])[0]
+        why = first_line(problem)
         raise ValueError(f"{path} describes a model that cannot begin here: {why}") from problem
 
 
