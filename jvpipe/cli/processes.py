@@ -4,7 +4,6 @@ The processes connect by the protocol of runtime/engine/meeting.py. An exchange 
 processes, so all of them must make the same exchanges in the same order.
 """
 
-import json
 import os
 import signal
 import socket
@@ -57,18 +56,12 @@ def shared(
         return signum, ours and ours[0]
     # The signal is sent together with the metrics, so that each step costs only one exchange.
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
-    answers = _exchanged(hosts, "step", mine)
+    answers = hosts.exchange_json("step", mine)
     heard = next((answer for answer, _ in answers if answer is not None), None)
     if ours is None:
         return heard, None
     measured = [(line, Busy(*busy)) for _, (line, busy) in answers]
     return heard, _merged(ours[0], measured)
-
-
-def _exchanged(hosts: Hosts, topic: str, mine: Any) -> list[Any]:
-    """Exchanges JSON values; returns the values of all processes, in process order."""
-    answers = hosts.exchange(topic, json.dumps(mine).encode())
-    return [json.loads(answer) for answer in answers]
 
 
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
@@ -130,7 +123,7 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
         spans.append(astuple(replace(span, start_s=start_s, end_s=end_s)))
     levels = [level._replace(at_s=level.at_s - zero_s) for level in picture.levels]
     hops = [hop._replace(at_s=hop.at_s - zero_s) for hop in picture.hops]
-    answers = _exchanged(hosts, "timeline", [spans, levels, hops])
+    answers = hosts.exchange_json("timeline", [spans, levels, hops])
     all_spans, all_levels, all_hops = map(chain.from_iterable, zip(*answers, strict=True))
     return Picture(
         tuple(map(_span, all_spans)),

@@ -4,7 +4,6 @@ Session (session.py) extends the engine with training steps. Evaluations and che
 the engine.
 """
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -429,6 +428,5 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
         here: the peaks as this process knows them. Its numbers for other processes' devices
             are too small, so the largest report for each device counts.
     """
-    sizes_here = json.dumps([peak.bytes for peak in here])
-    sizes_by_process = map(json.loads, hosts.exchange("peaks", sizes_here.encode()))
+    sizes_by_process = hosts.exchange_json("peaks", [peak.bytes for peak in here])
     return [Peak(max(sizes), None, ()) for sizes in zip(*sizes_by_process, strict=True)]
