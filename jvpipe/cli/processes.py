@@ -116,14 +116,9 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     if hosts.count == 1:
         return picture
     hosts.exchange("clock", b"")
-    zero_s = time.perf_counter()
-    spans = []
-    for span in picture.spans:
-        start_s, end_s = span.start_s - zero_s, span.end_s - zero_s
-        spans.append(astuple(replace(span, start_s=start_s, end_s=end_s)))
-    levels = [level._replace(at_s=level.at_s - zero_s) for level in picture.levels]
-    hops = [hop._replace(at_s=hop.at_s - zero_s) for hop in picture.hops]
-    answers = hosts.exchange_json("timeline", [spans, levels, hops])
+    picture = picture.since(time.perf_counter())
+    mine = [list(map(astuple, picture.spans)), picture.levels, picture.hops]
+    answers = hosts.exchange_json("timeline", mine)
     all_spans, all_levels, all_hops = map(chain.from_iterable, zip(*answers, strict=True))
     return Picture(
         tuple(map(_span, all_spans)),
