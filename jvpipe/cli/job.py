@@ -138,7 +138,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     assert options.batch_size is not None
     assert options.microbatches is not None
     search = hosts.together("model", lambda: find_search(options, workload, hosts))
-    updates = options.steps * _updates_in_step(options.schedule, options.microbatches)
+    updates = options.steps * int(find_schedule(options.schedule).updates(options.microbatches))
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
@@ -168,12 +168,6 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
         "run's files", lambda: _write(job, files if options.resume else run.adopt(new_files))
     )
     return job, state
-
-
-def _updates_in_step(schedule_name: str, microbatches: int) -> int:
-    """Returns the number of updates in a step: one, or several if the schedule has no flush."""
-    schedule = find_schedule(schedule_name)
-    return 1 if schedule.synchronous else microbatches // schedule.period(microbatches)
 
 
 class _RunRequest(NamedTuple):

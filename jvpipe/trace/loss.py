@@ -22,6 +22,7 @@ from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
+from jvpipe.trace.batches import resized
 from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flat_loss import FlatLoss
 from jvpipe.trace.keys import is_key, lift_key_constants
@@ -142,8 +143,7 @@ def trace_loss(
 
     @functools.cache  # called often, for the few sizes of the replicas' slices
     def of_size(examples: int) -> LossJaxpr:
-        resized = _resized(batch, examples)
-        return trace_loss(loss_fn, params, resized, rng, state, **returns)
+        return trace_loss(loss_fn, params, resized(batch, examples), rng, state, **returns)
 
     return replace(traced, of_size=of_size)
 
@@ -213,15 +213,6 @@ def _refs(counts: dict[ValueKind, int]) -> list[Ref]:
     for kind, count in counts.items():
         refs += [Ref(kind, i) for i in range(count)]
     return refs
-
-
-def _resized(batch: Tree, examples: int) -> Tree:
-    """Returns the shapes of a batch with another number of examples."""
-
-    def resized(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree.map(resized, batch)
 
 
 def _is_weighted(x: Any) -> bool:
