@@ -16,8 +16,9 @@ from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.training_state import Leaf, State, given_leaves, made_leaves
 from jvpipe.session import checkpoints
 from jvpipe.session.arguments import check_arrays, check_key, checked_stream
+from jvpipe.session.engine import Metrics
 from jvpipe.session.evaluation import evaluate, predict
-from jvpipe.session.session import Metrics, Session
+from jvpipe.session.session import Session
 from jvpipe.trace.leaves import is_initializer, made_shapes
 from jvpipe.trace.stacks import Stacks
 from jvpipe.util.given import check_callable, checked_path

@@ -43,6 +43,7 @@ from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
+from jvpipe.runtime.state.checkpoints.sealed_file import write_sealed
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import USUAL_MICROBATCHES
@@ -272,7 +273,7 @@ def _write(job: Job, files: Mapping[str, str]) -> None:
     options, run = job.options, job.run
     # A resumed run uses plan.json if its options equal those in config.json. So plan.json is
     # written first: if the process dies in between, the plan is not older than the options.
-    run.write_plan(job.pipe.plan)
+    write_sealed(run.plan, job.pipe.plan.to_json())
     # A resumed run checks that its data, files and mark have not changed.
     about_run = {
         "data_digest": job.data.digest,

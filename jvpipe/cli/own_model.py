@@ -289,7 +289,7 @@ def find_model(
         size: one of the model's sizes; by default the smallest size of jvpipe's model, or the
             user's model itself.
         fields: values that replace fields of the model, such as `dtype`; texts are converted to the
-            type of the field, and None is ignored.
+            type of the field.
 
     Raises:
         ValueError: there is no such model, or a member of it is missing or wrong.
@@ -301,7 +301,7 @@ def find_model(
     ...
     ValueError: --model bert.py: name an object in the file, as in bert.py:NAME
     """
-    options = {name: value for name, value in (fields or {}).items() if value is not None}
+    options = dict(fields or {})
     if name in models.NAMES:
         return models.load(name, size, **options)
     announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}

@@ -74,7 +74,7 @@ class Engine:
             settings.hosts.agree("the options of the pipelines", option_parts(settings))
             settings.hosts.connect()
             self.controller.hosts = settings.hosts
-        self.loss_watch = LossWatch(self.controller, settings.microbatches)
+        self.loss_watch = LossWatch(self.controller)
         # The compiled function of the last call of `predict`, by its key.
         self.predictions: dict[Hashable, CompiledPlan] = {}
         # The plan with which the run began, and the peaks that all processes reported for it.

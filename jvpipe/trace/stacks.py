@@ -233,3 +233,9 @@ def _slices(x: Any, length: int) -> Slices:
         of_slice = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         return Slices((of_slice,) * length)
     return Slices(x[i] for i in range(length))
+
+
+def stacked_shape(*slices: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a stack, given its slices as arrays or shapes."""
+    first = slices[0]
+    return jax.ShapeDtypeStruct((len(slices), *first.shape), first.dtype)
