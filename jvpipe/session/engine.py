@@ -16,7 +16,6 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.span import Picture
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.planners.planned_problem import Planned
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound
@@ -40,7 +39,7 @@ from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf
 from jvpipe.session.settings import Settings, option_parts
 from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.loss import key_words
-from jvpipe.util.devices import Device, is_own
+from jvpipe.util.devices import is_own
 
 Tree = Any
 Metrics = dict[str, Any]
@@ -98,11 +97,6 @@ class Engine:
         return self.compiled_plans.trees
 
     @property
-    def planned(self) -> Planned | None:
-        """The first plan with the numbers that decided it; None if the user gave the plan."""
-        return self.compiled_plans.planned
-
-    @property
     def peaks(self) -> list[Peak | None]:
         """Each device's peak in a step of the present plan; None if only another process knows it.
 
@@ -116,12 +110,6 @@ class Engine:
             here[i] if is_own(device) else at_begin[i]
             for i, device in enumerate(self.settings.devices)
         ]
-
-    @property
-    def programs(self) -> dict[Device, int]:
-        """The number of compiled programs that steps use on each device."""
-        used = set().union(*(compiled.executables for compiled in self.compiled_plans))
-        return {device: sum(d == device for _, d in used) for device in self.settings.devices}
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
         """Switches the timing of every task on or off.
