@@ -7,7 +7,7 @@ This shows that a pipeline has computed what its schedule says. The tasks themse
 `runtime/state/one_device.py`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from jvpipe.ir.use import Use
 from jvpipe.pipeline import Pipeline
+from jvpipe.programs.optimizer_trace import masked
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.runtime.state.one_device import Replay
@@ -194,12 +195,12 @@ def _begun(
     init = settings.optimizer.init
     if settings.stacked:
         frozen = stacks.slices_named(settings.frozen)
-        first = _kept(shapes, init(_seen(split, frozen)))
+        first = _kept(shapes, init(masked(split, frozen)))
     else:
         matches = stacks.named(settings.frozen)
         frozen = [i for i, matched in enumerate(matches) if matched]
         joined = stacks.join(shapes, lambda *slices: slices[0])
-        first = stacks.split_like(shapes, _kept(joined, init(_seen(params, frozen))))
+        first = stacks.split_like(shapes, _kept(joined, init(masked(params, frozen))))
     both = zip(jax.tree.leaves(first), cut.state, strict=True)
     # Updates do not change the types of the state, and the run began with these types, too.
     leaves = [x if x.dtype == s.array.dtype else x.astype(s.array.dtype) for x, s in both]
@@ -214,23 +215,13 @@ def _begun(
     )
 
 
-def _seen(params: Tree, frozen: Collection[int]) -> Tree:
-    """Returns the parameters that the optimizer sees: frozen ones become `optax.MaskedNode()`."""
-    import optax  # not at the top of the file, because importing optax takes long
-
-    leaves, tree = jax.tree.flatten(params)
-    return tree.unflatten(
-        optax.MaskedNode() if i in frozen else leaf for i, leaf in enumerate(leaves)
-    )
-
-
 def _kept(shapes: Tree, state: Tree) -> Tree:
     """Returns the part of an optimizer state that the pipeline keeps.
 
     If `shapes` has `optax.MaskedNode()` in place of a leaf, nothing reads the leaf, and the result
     has `optax.MaskedNode()` there, too.
     """
-    import optax  # as above
+    import optax  # not at the top of the file, because importing optax takes long
 
     def is_nothing(leaf: Any) -> bool:
         return isinstance(leaf, optax.MaskedNode)

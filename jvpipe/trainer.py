@@ -15,12 +15,13 @@ from jvpipe.runtime.engine.given_agreement import agree_on_given
 from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.training_state import Leaf, State, given_leaves, made_leaves
 from jvpipe.session import checkpoints
-from jvpipe.session.arguments import check_arrays, check_key, check_predicted, checked_stream
+from jvpipe.session.arguments import check_arrays, check_key, checked_stream
+from jvpipe.session.engine import Metrics
 from jvpipe.session.evaluation import evaluate, predict
-from jvpipe.session.session import Metrics, Session
+from jvpipe.session.session import Session
 from jvpipe.trace.leaves import is_initializer, made_shapes
 from jvpipe.trace.stacks import Stacks
-from jvpipe.util.given import check_callback, checked_path
+from jvpipe.util.given import check_callable, checked_path
 
 Tree = Any
 
@@ -142,7 +143,8 @@ class Trainer:
             on_step: a function that is called with the state and the metrics of each step as
                 soon as the step is dispatched; reading a metric there waits for the step.
         """
-        check_callback(on_step)
+        if on_step is not None:
+            check_callable("on_step", on_step, "state, metrics")
         for batch in checked_stream(batches, num_steps):
             state, metrics = self.session.advance(state, batch)
             if on_step is not None:
@@ -199,7 +201,9 @@ class Trainer:
             ValueError: the function reads no parameter.
             MemoryLimitExceeded: the arrays of the state and of the function exceed the limit.
         """
-        check_predicted(function, has_state=self.session.settings.has_state)
+        has_state = self.session.settings.has_state
+        arguments = "params, model_state, batch" if has_state else "params, batch"
+        check_callable("function", function, arguments)
         return predict(self.session, state, batch, function)
 
     # What a state holds

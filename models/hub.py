@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jvpipe.util.brief import first_line
 from jvpipe.util.extras import extra
 
 _NAME = re.compile(
@@ -111,5 +112,4 @@ def _telling(subject: str, cure: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:  # the libraries share no base class of errors
-        reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
-        raise ValueError(f"{subject} ({reason}): {cure}") from problem
+        raise ValueError(f"{subject} ({first_line(problem)}): {cure}") from problem

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jvpipe.util.brief import first_line
 from jvpipe.util.extras import extra
 
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".parquet")
@@ -112,8 +113,9 @@ def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
         table: Any = parquet.read_table(file, columns=[field])
         column: list[Any] = table.column(field).to_pylist()
     except (ArrowException, OSError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise ValueError(f"cannot read '{file}' ({reason}): write it again") from problem
+        raise ValueError(
+            f"cannot read '{file}' ({first_line(problem)}): write it again"
+        ) from problem
     if other := [value for value in column if not isinstance(value, kind | None)]:
         kind_found = type(other[0]).__name__
         raise ValueError(f"'{file}' {lacks(field, names)}: it holds {kind_found}")

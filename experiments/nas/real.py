@@ -237,8 +237,8 @@ def plans_at_home(
     """The pipeline's own plan, and those of the variants that leave layers at home, the first
     choice first.
     """
-    assert pipe.session.planned is not None
-    problem = pipe.session.planned.problem
+    assert pipe.session.compiled_plans.planned is not None
+    problem = pipe.session.compiled_plans.planned.problem
 
     def kept(bounds: Sequence[int]) -> jvpipe.Plan:
         return jvpipe.Plan.from_cuts([j - i for i, j in pairwise(bounds)]).with_schedule(

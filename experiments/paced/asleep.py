@@ -128,7 +128,7 @@ def run(case: Case) -> tuple[float, float]:
     assert len(pipe.session.compiled.graph.layers) == case.layers, (
         "each sleeps in a layer of its own"
     )
-    planned = pipe.session.planned
+    planned = pipe.session.compiled_plans.planned
     assert planned is not None, "a planner was asked"
     simulated_s = planned.step_s
     if pipe.session.compiled.schedule.synchronous:
@@ -151,7 +151,7 @@ def by_rows_s(pipe: Any) -> float:
     Args:
         pipe: that has compiled a step.
     """
-    compiled, link = pipe.session.compiled, pipe.session.planned.problem.peer
+    compiled, link = pipe.session.compiled, pipe.session.compiled_plans.planned.problem.peer
     lowered = compiled.lowered
     computing = [row for row in lowered.rows if KINDS[row.kind].computes]
     programs = {id(row): compiled.row_programs.program(lowered, row) for row in computing}

@@ -67,11 +67,13 @@ def measured(model: str, schedule: str) -> Measured:
         group=False,
     )
     state = pipe.init(workload.init, batch, jax.random.key(0), workload.initial_state())
-    assert pipe.session.planned is not None, "a planner was asked"
+    assert pipe.session.compiled_plans.planned is not None, "a planner was asked"
     before = _used_s()
     taken_s = step_s(pipe, state, batch, warm=WARM, steps=STEPS)
     there_s, all_s, own_s = (b - a for a, b in zip(before, _used_s(), strict=True))
-    return Measured(pipe.session.planned.step_s, taken_s, max(all_s - own_s, 0.0) / there_s)
+    return Measured(
+        pipe.session.compiled_plans.planned.step_s, taken_s, max(all_s - own_s, 0.0) / there_s
+    )
 
 
 def _used_s() -> tuple[float, float, float]:

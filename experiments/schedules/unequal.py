@@ -89,7 +89,7 @@ def one(schedule: str, speeds: tuple[float, ...], *, told: bool = True, limit: A
     batch = naps.batch(EXAMPLES * MICRO, WIDTH)
     state = pipe.init(naps.params(LAYERS, WIDTH), batch, None)
     measured_s = step_s(pipe, state, batch, warm=WARM, steps=STEPS)
-    planned = pipe.session.planned
+    planned = pipe.session.compiled_plans.planned
     assert planned is not None
     placed = " ".join(
         f"{len(stage.layers)} on {stage.devices[0]}," for stage in pipe.plan.stages

@@ -86,7 +86,7 @@ def pipeline(schedule: str, stages: int, replicas: tuple[int, ...] | None = None
     first_s = time.perf_counter() - start
     found = {
         "first_s": first_s,
-        "programs": sum(pipe.session.programs.values()),
+        "programs": len(pipe.session.compiled.executables),
         "cuts": pipe.plan.cuts,
     }
     return {"step_s": seconds(step), "busy_s": seconds(step, clock=time.process_time)} | found

@@ -50,7 +50,7 @@ def main() -> None:
     print(
         json.dumps(
             found
-            | {"layers": len(session.graph.layers), "programs": sum(session.programs.values())}
+            | {"layers": len(session.graph.layers), "programs": len(session.compiled.executables)}
         )
     )
 

@@ -27,7 +27,7 @@ from jvpipe.papers.registry import PLANNERS
 from jvpipe.report.trackers import find_tracker
 from jvpipe.schedules import SCHEDULES
 from jvpipe.session.options import PipelineOptions
-from jvpipe.util.brief import brief
+from jvpipe.util.brief import brief, first_line
 from jvpipe.util.extras import MissingExtraError
 from jvpipe.util.names import did_you_mean
 from jvpipe.util.new_folder import check_new_folder
@@ -344,8 +344,7 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             content_by_name = json.loads(content)
     except (OSError, ValueError, RecursionError) as problem:
-        first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
-        reason = getattr(problem, "strerror", None) or first_line
+        reason = getattr(problem, "strerror", None) or first_line(problem)
         raise ValueError(f"{where} cannot be read: {reason}") from problem
     if not isinstance(content_by_name, dict):
         kind = type(content_by_name).__name__

@@ -26,7 +26,6 @@ from jvpipe.util.given import (
     checked_fields,
     checked_flag,
     checked_path,
-    several,
 )
 from jvpipe.util.option import TRAIN, Group, Taker, option, options_of, resumed
 
@@ -35,11 +34,8 @@ MOST = 2**31 - 1
 _COUNT = partial(whole_number, most=MOST)
 
 
-def _texts(flag: str, value: Any) -> list[str]:
-    texts = [] if value is None else several(value)
-    return [
-        checked_name(flag, text, "tensorboard") for text in ([value] if texts is None else texts)
-    ]
+def _trackers(flag: str, names: tuple[str, ...]) -> list[str]:
+    return [checked_name(flag, name, "tensorboard") for name in names]
 
 
 # Common kinds of options; each use adds help, group and unit. The default of a flag is False, and
@@ -243,7 +239,7 @@ class TrainOptions(ModelOptions):
     )
     track: tuple[str, ...] = option(
         (),
-        _texts,
+        _trackers,
         "Also sends the metrics to this tracker: tensorboard, wandb, mlflow, trackio, or the "
         "tracker of an installed package; may be given several times.",
         "run",

@@ -43,12 +43,14 @@ from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
+from jvpipe.runtime.state.checkpoints.sealed_file import write_sealed
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import USUAL_MICROBATCHES
 from jvpipe.session.options import passed
 from jvpipe.session.settings import library_versions
 from jvpipe.trace.batches import micro_batch_shapes
+from jvpipe.util.brief import first_line
 from jvpipe.util.option import PIPELINE, options_of
 
 
@@ -137,7 +139,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     assert options.batch_size is not None
     assert options.microbatches is not None
     search = hosts.together("model", lambda: find_search(options, workload, hosts))
-    updates = options.steps * _updates_in_step(options.schedule, options.microbatches)
+    updates = options.steps * int(find_schedule(options.schedule).updates(options.microbatches))
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
@@ -167,12 +169,6 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
         "run's files", lambda: _write(job, files if options.resume else run.adopt(new_files))
     )
     return job, state
-
-
-def _updates_in_step(schedule_name: str, microbatches: int) -> int:
-    """Returns the number of updates in a step: one, or several if the schedule has no flush."""
-    schedule = find_schedule(schedule_name)
-    return 1 if schedule.synchronous else microbatches // schedule.period(microbatches)
 
 
 class _RunRequest(NamedTuple):
@@ -277,7 +273,7 @@ def _write(job: Job, files: Mapping[str, str]) -> None:
     options, run = job.options, job.run
     # A resumed run uses plan.json if its options equal those in config.json. So plan.json is
     # written first: if the process dies in between, the plan is not older than the options.
-    run.write_plan(job.pipe.plan)
+    write_sealed(run.plan, job.pipe.plan.to_json())
     # A resumed run checks that its data, files and mark have not changed.
     about_run = {
         "data_digest": job.data.digest,
@@ -371,8 +367,7 @@ def _go_back(data: models.Data, last: Path) -> None:
     try:
         data.train.set_state(extra["data"])
     except Exception as problem:  # a user's own class of data may raise any kind of error
-        first_line = (str(problem).splitlines() or [""])[0]
-        reason = f"{type(problem).__name__}: {first_line}"
+        reason = f"{type(problem).__name__}: {first_line(problem)}"
         raise DamageError(f"{last} has no usable position in the data: {reason}") from problem
 
 

@@ -15,6 +15,7 @@ from jvpipe.cli.processes import Watch
 from jvpipe.runtime.engine.losses import nan_leaves
 from jvpipe.runtime.state.checkpoints.background import Writer
 from jvpipe.runtime.state.checkpoints.generations import damage_of
+from jvpipe.runtime.state.checkpoints.held_folder import place_of
 from jvpipe.session.checkpoints import Snapshot, snapshot
 from jvpipe.util.pattern import compare, maybe, number, whole_in
 from jvpipe.util.replaced_file import replace_text
@@ -113,7 +114,7 @@ class Keeper:
 
     def __init__(self, job: Job, opened: ExitStack) -> None:
         self._job, self._writer = job, opened.enter_context(Writer())
-        self._place = job.run.place()
+        self._place = place_of(job.run.path)
 
     def check(self) -> None:
         """Raises the error of the last write if that failed and the run has one process."""
@@ -158,7 +159,7 @@ class Keeper:
     def _check(self, copied: Snapshot, step: int) -> None:
         """Raises ValueError if a parameter is NaN, or if the folder of the run is gone."""
         run = self._job.run
-        if run.place() != self._place:
+        if place_of(run.path) != self._place:
             path = run.path.absolute()
             raise ValueError(
                 f"{path} was moved or deleted during the run, so the state after step {step} is "

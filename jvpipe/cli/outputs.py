@@ -1,7 +1,6 @@
 """The outputs of a command: files, whose paths are checked first, and printed progress."""
 
 import logging
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,25 +114,12 @@ def parameter_names(params: PyTree) -> dict[str, Any]:
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
     """
-    paths, leaves = [], []
-    for path, leaf in jax.tree.leaves_with_path(params):
-        paths.append(path)
-        leaves.append(leaf)
-    return dict(zip(path_names(paths, "."), leaves, strict=True))
+    return dict(zip(path_names(params, "."), jax.tree.leaves(params), strict=True))
 
 
 def check_writable(path: Path) -> None:
     """Raises ValueError if `--export` certainly cannot write a safetensors file at a path."""
-    if not path.parent.is_dir():
-        raise ValueError(f"--export {path}: there is no folder {path.parent}; make it first")
-    if path.is_dir():
-        raise ValueError(
-            f"--export {path} is a folder: name a file in it, such as {path / 'model.safetensors'}"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(
-            f"--export {path}: the folder {path.parent} is not writable; name another one"
-        )
+    check_outputs({"--export": str(path)})
     if path.suffix != ".safetensors":
         raise ValueError(
             f"--export {path}: parameters are written in the format safetensors; name the file "

@@ -30,6 +30,7 @@ from jvpipe.models.user_batches import UserBatches
 from jvpipe.session.arguments import check_loss, whole_number
 from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
+from jvpipe.util.brief import first_line
 from jvpipe.util.given import checked_flag
 from jvpipe.util.names import did_you_mean
 
@@ -288,7 +289,7 @@ def find_model(
         size: one of the model's sizes; by default the smallest size of jvpipe's model, or the
             user's model itself.
         fields: values that replace fields of the model, such as `dtype`; texts are converted to the
-            type of the field, and None is ignored.
+            type of the field.
 
     Raises:
         ValueError: there is no such model, or a member of it is missing or wrong.
@@ -300,7 +301,7 @@ def find_model(
     ...
     ValueError: --model bert.py: name an object in the file, as in bert.py:NAME
     """
-    options = {name: value for name, value in (fields or {}).items() if value is not None}
+    options = dict(fields or {})
     if name in models.NAMES:
         return models.load(name, size, **options)
     announced = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -356,7 +357,7 @@ def _loaded(name: str, load: Any) -> Any:
         return load()
     except Exception as problem:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-        reason = (str(problem).splitlines() or [""])[0]
+        reason = first_line(problem)
         line = _line_of(name, problem)
         raise ValueError(f"--model {name} cannot be imported: {kind}{reason}{line}") from problem
 

@@ -4,7 +4,6 @@ The processes connect by the protocol of runtime/engine/meeting.py. An exchange 
 processes, so all of them must make the same exchanges in the same order.
 """
 
-import json
 import os
 import signal
 import socket
@@ -32,6 +31,7 @@ from jvpipe.runtime.engine.meeting import PATIENCE, Attendance, Given, MeetingSe
 from jvpipe.runtime.engine.signed_lines import read_secret
 from jvpipe.session.settings import library_versions
 from jvpipe.trace.digests import digest
+from jvpipe.util.brief import first_line
 from jvpipe.util.given import checked_address
 
 Own = tuple[StepMetrics, Busy]
@@ -56,18 +56,12 @@ def shared(
         return signum, ours and ours[0]
     # The signal is sent together with the metrics, so that each step costs only one exchange.
     mine = [signum, ours and [asdict(ours[0]), ours[1]]]
-    answers = _exchanged(hosts, "step", mine)
+    answers = hosts.exchange_json("step", mine)
     heard = next((answer for answer, _ in answers if answer is not None), None)
     if ours is None:
         return heard, None
     measured = [(line, Busy(*busy)) for _, (line, busy) in answers]
     return heard, _merged(ours[0], measured)
-
-
-def _exchanged(hosts: Hosts, topic: str, mine: Any) -> list[Any]:
-    """Exchanges JSON values; returns the values of all processes, in process order."""
-    answers = hosts.exchange(topic, json.dumps(mine).encode())
-    return [json.loads(answer) for answer in answers]
 
 
 _JOINED: dict[str, Callable[[list[Any]], Any]] = {
@@ -122,14 +116,9 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     if hosts.count == 1:
         return picture
     hosts.exchange("clock", b"")
-    zero_s = time.perf_counter()
-    spans = []
-    for span in picture.spans:
-        start_s, end_s = span.start_s - zero_s, span.end_s - zero_s
-        spans.append(astuple(replace(span, start_s=start_s, end_s=end_s)))
-    levels = [level._replace(at_s=level.at_s - zero_s) for level in picture.levels]
-    hops = [hop._replace(at_s=hop.at_s - zero_s) for hop in picture.hops]
-    answers = _exchanged(hosts, "timeline", [spans, levels, hops])
+    picture = picture.since(time.perf_counter())
+    mine = [list(map(astuple, picture.spans)), picture.levels, picture.hops]
+    answers = hosts.exchange_json("timeline", mine)
     all_spans, all_levels, all_hops = map(chain.from_iterable, zip(*answers, strict=True))
     return Picture(
         tuple(map(_span, all_spans)),
@@ -182,10 +171,9 @@ def join(options: TrainOptions) -> Hosts:
                 shutdown_timeout_seconds=10,
             )
         except (ValueError, RuntimeError) as problem:
-            reason = next(iter(str(problem).splitlines()), type(problem).__name__)
             raise ValueError(
-                f"the processes cannot connect: {reason} If JAX does not support your cluster, "
-                "give --coordinator HOST:PORT, --process-id and --num-processes"
+                f"the processes cannot connect: {first_line(problem)} If JAX does not support your "
+                "cluster, give --coordinator HOST:PORT, --process-id and --num-processes"
             ) from problem
     hosts = present_hosts()
     if hosts is None:

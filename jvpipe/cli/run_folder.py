@@ -20,7 +20,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.runtime.state.checkpoints import generations
 from jvpipe.runtime.state.checkpoints.checkpoint import open_checkpoint
 from jvpipe.runtime.state.checkpoints.generations import DamageError, adding_path, file_digest
-from jvpipe.runtime.state.checkpoints.held_folder import HeldError, held_folder, place_of
+from jvpipe.runtime.state.checkpoints.held_folder import HeldError, held_folder
 from jvpipe.runtime.state.checkpoints.sealed_file import read_sealed, write_sealed
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
@@ -149,10 +149,6 @@ class RunDir:
         """Writes config.json; a crash leaves the old file or the whole new one."""
         write_sealed(self.config, config)
 
-    def write_plan(self, plan: Plan) -> None:
-        """Writes plan.json; a crash leaves the old file or the whole new one."""
-        write_sealed(self.plan, plan.to_json())
-
     def adopt(self, files: Mapping[str, bytes]) -> dict[str, str]:
         """Writes further files of the run, such as a tokenizer; returns their digests by name."""
         for name, content in files.items():
@@ -195,10 +191,6 @@ class RunDir:
         The context manager raises HeldError if another process has the lock (see `held_folder`).
         """
         return held_folder(self.path, self.holder)
-
-    def place(self) -> tuple[int, int] | None:
-        """Returns two numbers that identify the folder at the path; None if there is no folder."""
-        return place_of(self.path)
 
     @contextmanager
     def advising(self) -> Iterator[None]:

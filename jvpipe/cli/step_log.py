@@ -166,7 +166,7 @@ class StepNumbers:
             grad_norm=float(done.metrics.get("grad_norm", math.nan)),
             seconds=seconds,
             examples_per_s=job.batch_size / seconds,
-            bubble_fraction=chrome_trace.bubble_fraction(measured.spans),
+            bubble_fraction=chrome_trace.busy(measured.spans).bubble_fraction,
             busy_fraction=chrome_trace.busy_fractions(measured.spans),
             peak_bytes={str(device): peak for device, peak in ledger.peak_bytes.items()},
             staleness=ledger.versions.staleness(sum(job.pipe.plan.cuts)),

@@ -32,6 +32,7 @@ from jvpipe.cli.step_log import Done, StepLog
 from jvpipe.ir.span import Picture
 from jvpipe.report import chrome_trace
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
+from jvpipe.util.brief import first_line
 
 
 class Recording:
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hosts.count == 1:
             raise
         if gone := hosts.gone(wait_s=1.0):  # then the lost process caused the error here
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             print(f"error: {gone}, go on from the last checkpoint: {reason}", file=sys.stderr)
             code = ExitCode.TRY_AGAIN
         else:

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from jvpipe._jax import absent_device, compiled_sizes
 from jvpipe.cost.tiles import entry_bytes
+from jvpipe.util.brief import first_line
 from jvpipe.util.devices import Device
 
 
@@ -60,11 +61,6 @@ def _compile(
         say({"id": number, "numbers": (*sizes, len(arguments), *arguments, *results)})
     except Exception as refusal:  # a compiler may raise any exception
         say({"id": number, "refused": first_line(refusal)})
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _own_output() -> BinaryIO:

@@ -1,7 +1,7 @@
 """The contents of a timeline: tasks on devices, copies between devices, and bytes over time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jvpipe.ir.kinds import Kind
@@ -61,3 +61,13 @@ class Picture:
     spans: tuple[Span, ...]
     levels: tuple[Level, ...] = ()
     hops: tuple[Hop, ...] = ()
+
+    def since(self, zero_s: float) -> "Picture":
+        """Returns the picture with times counted from `zero_s`."""
+        spans = []
+        for span in self.spans:
+            start_s, end_s = span.start_s - zero_s, span.end_s - zero_s
+            spans.append(replace(span, start_s=start_s, end_s=end_s))
+        levels = [level._replace(at_s=level.at_s - zero_s) for level in self.levels]
+        hops = [hop._replace(at_s=hop.at_s - zero_s) for hop in self.hops]
+        return Picture(tuple(spans), tuple(levels), tuple(hops))

@@ -26,7 +26,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
-from jvpipe.programs.optimizer_trace import TracedOptimizer
+from jvpipe.programs.optimizer_trace import TracedOptimizer, masked
 from jvpipe.trace import jaxprs
 
 _AS_IT_IS = frozenset(
@@ -77,11 +77,12 @@ def without_frozen(
         return traced
     kept = [k for k in range(len(traced.state)) if k not in unread]
     first_state = traced.init.jaxpr.outvars
+    whole_state = traced.state_tree.unflatten(range(len(traced.state)))
     return TracedOptimizer(
         update=update.leaving(newly_frozen, unread),
         init=jaxprs.yielding(traced.init, [first_state[k] for k in kept]),
         state=tuple(traced.state[k] for k in kept),
-        state_tree=_masked(traced.state_tree, unread),
+        state_tree=jax.tree.structure(masked(whole_state, unread)),
         parameter_of=tuple(traced.parameter_of[k] for k in kept),
         frozen=traced.frozen | newly_frozen,
     )
@@ -317,12 +318,3 @@ def _is_finite(atom: Atom) -> bool:
 
 def _type(var: Var) -> np.dtype:
     return _jax.aval(var).dtype
-
-
-def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:
-    """Returns the tree of the state, with optax's `MaskedNode` in place of the unread leaves."""
-    import optax  # late, because importing optax takes long
-
-    leaves = [optax.MaskedNode() if k in unread else 0 for k in range(tree.num_leaves)]
-    masked = jax.tree.unflatten(tree, leaves)
-    return jax.tree.structure(masked)

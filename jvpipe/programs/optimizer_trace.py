@@ -135,15 +135,11 @@ class _View:
             params: all parameters, as arrays or as shapes and types.
             frozen: the numbers of the frozen parameters among the leaves of `params`.
         """
-        import optax  # late, because importing optax takes long
-
-        leaves, whole_tree = jax.tree.flatten(params)
-        masked = [optax.MaskedNode() if i in frozen else x for i, x in enumerate(leaves)]
-        tree = jax.tree.structure(whole_tree.unflatten(masked))
+        leaves = jax.tree.leaves(params)
         return _View(
             optimizer,
             leaves=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves],
-            tree=tree,
+            tree=jax.tree.structure(masked(params, frozen)),
             seen=[i for i in range(len(leaves)) if i not in frozen],
         )
 
@@ -183,7 +179,7 @@ class _View:
             ValueError: the optimizer does not return updates in the tree of the parameters, or a
                 leaf is not an array.
         """
-        import optax  # late, as above
+        import optax  # late, because importing optax takes long
 
         params = self.params(values)
         answer = call_optimizer(
@@ -227,12 +223,19 @@ class _View:
         return tuple(None if i is None else self.seen[i] for i in owners)
 
 
+def masked(tree: Tree, at: Collection[int]) -> Tree:
+    """Returns a tree with an optax `MaskedNode` in place of each leaf whose number is in `at`."""
+    import optax  # late, as above
+
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(optax.MaskedNode() if i in at else x for i, x in enumerate(leaves))
+
+
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
     """Returns the leaves of a tree of shapes, with their names."""
-    names = path_names(paths_of(tree))
     return tuple(
         Array(name, leaf.shape, str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
-        for name, leaf in zip(names, jax.tree.leaves(tree), strict=True)
+        for name, leaf in zip(path_names(tree), jax.tree.leaves(tree), strict=True)
     )
 
 

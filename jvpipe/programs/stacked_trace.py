@@ -28,7 +28,7 @@ from jvpipe.programs.optimizer_trace import (
 from jvpipe.programs.slicewise import apply
 from jvpipe.programs.straight_line import straight_line
 from jvpipe.trace import jaxprs
-from jvpipe.trace.stacks import Slices, Stacks
+from jvpipe.trace.stacks import Slices, Stacks, stacked_shape
 
 Tree = Any
 Shapes = Sequence[jax.ShapeDtypeStruct]
@@ -145,7 +145,7 @@ def _core(
     hidden = [i for i, start in enumerate(first_slices) if start in frozen]
     return trace_optimizer(
         optimizer,
-        stacks.join(params, _stacked_shape),
+        stacks.join(params, stacked_shape),
         readers=[1] * len(stacks.lengths),
         microbatches=1,
         grad_norm=False,
@@ -325,8 +325,3 @@ def _state(core: TracedOptimizer) -> Shapes:
     """Returns the shapes of the state as the optimizer sees it."""
     shape = jax.ShapeDtypeStruct
     return [shape(x.shape, x.dtype, weak_type=x.weak_type) for x in core.init.out_avals]
-
-
-def _stacked_shape(*slices: Any) -> jax.ShapeDtypeStruct:
-    first = slices[0]
-    return jax.ShapeDtypeStruct((len(slices), *first.shape), first.dtype)

@@ -165,11 +165,6 @@ def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
     return worked_s, max(reached_s.values()) - start_s
 
 
-def bubble_fraction(spans: Iterable[Span]) -> float:
-    """Returns the share of time in which devices are idle between the first and the last work."""
-    return busy(spans).bubble_fraction
-
-
 def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": 0, "tid": row, "name": event, "args": args}
 

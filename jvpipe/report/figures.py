@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def timeline_figure(
             is only named in the legend.
         title: the title of the figure.
     """
-    picture = _from_zero(picture)
+    picture = picture.since(min((span.start_s for span in picture.spans), default=0.0))
     spans, curves = picture.spans, _curves(picture.levels)
     # A device has work, while a link has only copies.
     working = {span.device for span in spans if span.kind in COMPUTE}
@@ -102,21 +101,6 @@ def timeline_figure(
     figure.savefig(path)
 
 
-def _from_zero(picture: Picture) -> Picture:
-    """Returns a picture with times counted from the start of its first span."""
-    first_s = min((span.start_s for span in picture.spans), default=0.0)
-    spans = []
-    for span in picture.spans:
-        start_s, end_s = span.start_s - first_s, span.end_s - first_s
-        spans.append(replace(span, start_s=start_s, end_s=end_s))
-    levels = []
-    for level in picture.levels:
-        # Bytes that were held before the first span are drawn from its start.
-        at_s = max(0.0, level.at_s - first_s)
-        levels.append(level._replace(at_s=at_s))
-    return Picture(tuple(spans), tuple(levels))
-
-
 def _curves(levels: Sequence[Level]) -> dict[str, _Curve]:
     """Returns the curve of each place that ever holds bytes.
 
@@ -125,7 +109,8 @@ def _curves(levels: Sequence[Level]) -> dict[str, _Curve]:
     found: dict[str, _Curve] = {}
     for place, at_s, held_bytes in levels:
         times_s, sizes = found.setdefault(place, ([], []))
-        times_s.append(at_s)
+        # Bytes that were held before the first span are drawn from its start.
+        times_s.append(max(0.0, at_s))
         sizes.append(held_bytes)
     places = sorted(found, key=lambda place: place == _HOST)
     return {place: found[place] for place in places if max(found[place][1])}

@@ -96,14 +96,11 @@ def scalars_in(tree: Any) -> Mapping[str, float]:
     >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
     {'accuracy': 0.5}
     """
-    paths, scalars = [], []
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if np.shape(leaf) == ():
-            paths.append(path)
-            scalars.append(float(leaf))
+    # A None in place of an array leaves only the scalars in the tree.
+    scalars = jax.tree.map(lambda leaf: float(leaf) if np.shape(leaf) == () else None, tree)
     # The path of a tree that is a single leaf is empty.
-    names = [name or "aux" for name in path_names(paths)]
-    return dict(zip(names, scalars, strict=True))
+    names = [name or "aux" for name in path_names(scalars)]
+    return dict(zip(names, jax.tree.leaves(scalars), strict=True))
 
 
 class MetricsLog:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 
 from jvpipe.report.metrics import scalars_in
+from jvpipe.util.brief import first_line
 from jvpipe.util.extras import extra
 from jvpipe.util.given import checked_path, several
 from jvpipe.util.names import did_you_mean
@@ -117,7 +118,7 @@ class WeightsAndBiases(_Sent):
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as problem:
-            reason = next(iter(str(problem).splitlines()), type(problem).__name__).rstrip(".")
+            reason = first_line(problem).rstrip(".")
             raise ValueError(
                 f"--track wandb: {reason}; WANDB_MODE=offline keeps the metrics on this disk"
             ) from problem
@@ -207,8 +208,7 @@ def find_tracker(name: Any) -> Callable[[TrackedRun], Tracker]:
     try:
         return announced[name].load()
     except Exception as problem:  # another package's code may raise any kind of error
-        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
-        raise ValueError(f"tracker {name} cannot be loaded: {reason}") from problem
+        raise ValueError(f"tracker {name} cannot be loaded: {first_line(problem)}") from problem
 
 
 class Tracking:

@@ -231,8 +231,6 @@ class Migrations:
         compiled_plans: the compiled plans of the model; each migration changes their plan.
         controller: runs the copies that a migration needs.
         limits: the limits of memory in bytes; they also hold while the layers of a migration move.
-        warmup_updates: how many of the first updates of an asynchronous run are made in
-            synchronous steps.
     """
 
     def __init__(
@@ -240,10 +238,8 @@ class Migrations:
         compiled_plans: CompiledPlans,
         controller: Controller,
         limits: Limits,
-        warmup_updates: int,
     ) -> None:
         self._compiled_plans, self._controller, self._limits = compiled_plans, controller, limits
-        self._warmup_updates = warmup_updates
         self.queue: deque[Migration] = deque()
         self.history: list[PlanChange] = []
 
@@ -313,7 +309,7 @@ class Migrations:
         """
         while self.queue and (change := self.queue[0].change).step <= state.step:
             migration, old = self.queue[0], self._compiled_plans.current
-            runs = compiled in (None, old) and state.updates >= self._warmup_updates
+            runs = compiled in (None, old) and state.updates >= old.schedule.warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
             if not migration.foresaw(old, old.representative(state.stream_steps), m):
                 new = migration.new.after(None)

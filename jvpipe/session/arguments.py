@@ -239,13 +239,6 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
         ) from error
 
 
-def check_predicted(function: Any, *, has_state: bool) -> None:
-    """Raises ValueError for a value that `predict` cannot call."""
-    if not callable(function) or isinstance(function, type):
-        arguments = "params, model_state, batch" if has_state else "params, batch"
-        raise ValueError(f"function must be a function of ({arguments}), not {brief(function)}")
-
-
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
     """Raises ValueError if a loss has the wrong arguments, or an optimizer is not optax's.
 

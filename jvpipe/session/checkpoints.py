@@ -26,7 +26,7 @@ from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_
 from jvpipe.session.engine import Engine
 from jvpipe.trace.batches import shapes_of, shown
 from jvpipe.trace.loss import KeyKind
-from jvpipe.util.brief import brief
+from jvpipe.util.brief import brief, first_line
 from jvpipe.util.pattern import anything, compare
 
 
@@ -64,7 +64,7 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
         extra: values for the user's own use, such as the epoch, in types that JSON can hold.
     """
     check_json(extra)
-    saving = _saving(session, session.compiled)
+    saving = Saving(session.compiled)
     trees, hosts = session.trees, session.settings.hosts
     session.check_whole(session.compiled, state)
 
@@ -127,7 +127,7 @@ def restore(session: Engine, path: str | Path) -> State:
     if compiled.previous:  # the present stream ends here, so its earlier plans are dropped
         compiled = compiled.after(None)
     if "flight" in saved.meta:
-        _saving(session, compiled).check_in_flight(path, saved.meta["flight"])
+        Saving(compiled).check_in_flight(path, saved.meta["flight"])
         _check_shapes(session, path, saved.meta)
         if len(saved.meta["flight"]["legs"]) > 1:
             compiled = session.compiled_plans.from_spans(saved.meta["flight"]["legs"])
@@ -147,7 +147,7 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     except Disagreement:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-        why = (str(problem).splitlines() or [type(problem).__name__])[0]
+        why = first_line(problem)
         raise ValueError(f"{path} describes a model that cannot begin here: {why}") from problem
 
 
@@ -179,7 +179,7 @@ def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> No
 
 def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:
     """Places the arrays of a state at rest."""
-    saving, meta = _saving(session, compiled), saved.meta
+    saving, meta = Saving(compiled), saved.meta
     # Each process reads only the arrays that it will hold.
     names = saving.own(0)
     leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(names)))
@@ -195,7 +195,7 @@ def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> 
     """Places the arrays of a state in flight, each on the device from which it was saved."""
     hosts, meta, in_flight = session.settings.hosts, saved.meta, saved.meta["flight"]
     stream_steps = int(in_flight["steps"])
-    names = _saving(session, compiled).own(stream_steps)
+    names = Saving(compiled).own(stream_steps)
     arrays = read_together(hosts, lambda: saved.read(names))
     # Arrays go straight to their devices, so placing them takes no more memory than a step.
     session.reset(compiled, compiled.peaks)
@@ -208,7 +208,3 @@ def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> 
     model = session.compiled_plans.model_id
     step, updates = int(meta["step"]), int(meta["updates"])
     return State(placed, saved_words(meta), step, stream_steps, updates, model)
-
-
-def _saving(session: Engine, compiled: CompiledPlan) -> Saving:
-    return Saving(compiled, session.settings.schedule, session.settings.microbatches)

@@ -37,6 +37,7 @@ from jvpipe.trace.leaves import abstract
 from jvpipe.trace.missing import missing_parameter
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.brief import first_line
 from jvpipe.util.devices import is_own
 
 Tree = Any
@@ -133,10 +134,9 @@ class CompiledPlans:
             try:
                 self.trace(trees.params, batch, trees.rng, trees.model_state)
             except Exception as error:
-                first_line = (str(error).splitlines() or [""])[0]
                 raise ValueError(
-                    f"the loss does not take a batch of {shown(batch)}, "
-                    f"init's was of {shown(trees.batch)}: {type(error).__name__}: {first_line}"
+                    f"the loss does not take a batch of {shown(batch)}, init's was of "
+                    f"{shown(trees.batch)}: {type(error).__name__}: {first_line(error)}"
                 ) from error
         compiled = self._by_shapes[key]
         return (warms_up and compiled.warmup) or compiled

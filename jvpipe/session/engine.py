@@ -4,7 +4,6 @@ Session (session.py) extends the engine with training steps. Evaluations and che
 the engine.
 """
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.span import Picture
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.planners.planned_problem import Planned
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound
@@ -41,7 +39,7 @@ from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf
 from jvpipe.session.settings import Settings, option_parts
 from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.loss import key_words
-from jvpipe.util.devices import Device, is_own
+from jvpipe.util.devices import is_own
 
 Tree = Any
 Metrics = dict[str, Any]
@@ -75,7 +73,7 @@ class Engine:
             settings.hosts.agree("the options of the pipelines", option_parts(settings))
             settings.hosts.connect()
             self.controller.hosts = settings.hosts
-        self.loss_watch = LossWatch(self.controller, settings.microbatches)
+        self.loss_watch = LossWatch(self.controller)
         # The compiled function of the last call of `predict`, by its key.
         self.predictions: dict[Hashable, CompiledPlan] = {}
         # The plan with which the run began, and the peaks that all processes reported for it.
@@ -99,11 +97,6 @@ class Engine:
         return self.compiled_plans.trees
 
     @property
-    def planned(self) -> Planned | None:
-        """The first plan with the numbers that decided it; None if the user gave the plan."""
-        return self.compiled_plans.planned
-
-    @property
     def peaks(self) -> list[Peak | None]:
         """Each device's peak in a step of the present plan; None if only another process knows it.
 
@@ -117,12 +110,6 @@ class Engine:
             here[i] if is_own(device) else at_begin[i]
             for i, device in enumerate(self.settings.devices)
         ]
-
-    @property
-    def programs(self) -> dict[Device, int]:
-        """The number of compiled programs that steps use on each device."""
-        used = set().union(*(compiled.executables for compiled in self.compiled_plans))
-        return {device: sum(d == device for _, d in used) for device in self.settings.devices}
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
         """Switches the timing of every task on or off.
@@ -429,6 +416,5 @@ def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
         here: the peaks as this process knows them. Its numbers for other processes' devices
             are too small, so the largest report for each device counts.
     """
-    sizes_here = json.dumps([peak.bytes for peak in here])
-    sizes_by_process = map(json.loads, hosts.exchange("peaks", sizes_here.encode()))
+    sizes_by_process = hosts.exchange_json("peaks", [peak.bytes for peak in here])
     return [Peak(max(sizes), None, ()) for sizes in zip(*sizes_by_process, strict=True)]

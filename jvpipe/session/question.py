@@ -28,7 +28,7 @@ from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import Limits
 from jvpipe.session.measuring import costs_with_state
 from jvpipe.session.settings import OptimizerCutter, Training
-from jvpipe.trace.batches import micro_batch_shapes
+from jvpipe.trace.batches import micro_batch_shapes, resized
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initializer
@@ -87,7 +87,7 @@ class Question(Training):
     def _trace(self, examples: int | None, present: Traced | None) -> Model:
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
-            micro_batch = jax.tree.map(partial(_resized, examples=examples), micro_batch)
+            micro_batch = resized(micro_batch, examples)
         # Shapes do not depend on the key, so any key can be used.
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initializer(self.params) else self.params
@@ -254,11 +254,6 @@ class Question(Training):
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
         names = [device.name for device in cluster.accelerators[:devices]]
         return shapes.told_apart(slowness, limits, names)
-
-
-def _resized(leaf: jax.ShapeDtypeStruct, examples: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf of a batch with another number of examples."""
-    return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
 
 
 def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]:

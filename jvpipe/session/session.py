@@ -31,12 +31,11 @@ from jvpipe.runtime.state.model_change import ModelChange, plan_model_switch
 from jvpipe.runtime.state.plan_change import PlanChange
 from jvpipe.session.adapt import Adapter, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans
-from jvpipe.session.engine import Engine
+from jvpipe.session.engine import Engine, Metrics
 from jvpipe.session.settings import Settings
 from jvpipe.util.devices import first_of
 
 Tree = Any
-Metrics = dict[str, Any]
 _log = logging.getLogger("jvpipe")
 
 
@@ -138,9 +137,8 @@ class Session(Engine):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        warmup_updates = settings.schedule.warmup_updates
         plans, controller, limits = self.compiled_plans, self.controller, self.limits
-        self.migrations = Migrations(plans, controller, limits, warmup_updates)
+        self.migrations = Migrations(plans, controller, limits)
         self.adapter = Adapter(plans, self.migrations.queue, limits, settings.hosts)
         self.grouping = Grouping()
         self.model_history: list[ModelChange] = []

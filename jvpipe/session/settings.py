@@ -275,11 +275,6 @@ class OptimizerCutter:
                 self._cuts[key] = cut
         return self._cuts[key]
 
-    def traced(self, graph: LayerGraph) -> TracedOptimizer:
-        """Returns the optimizer, traced for an update of all micro-batches of a step."""
-        readers = tuple(len(p.readers) for p in graph.parameters)
-        return self._trace(readers, None if graph.weighted else self.settings.microbatches)
-
     def freeze(self, traced: Traced) -> Traced:
         """Removes the gradients of parameters that the user or the optimizer freezes.
 
@@ -288,7 +283,7 @@ class OptimizerCutter:
         """
         frozen = self.frozen
         try:
-            found = self.traced(traced.graph).frozen
+            found = self._trace(*self._sums(traced.graph, self.settings.schedule)).frozen
         except Exception:
             # The optimizer may have failed because a parameter has integers. If so, `freeze` raises
             # a better error, which names the parameter.

@@ -36,6 +36,15 @@ def shapes_of(tree: Tree) -> Any:
     return containers, tuple(shapes)
 
 
+def resized(batch: Tree, examples: int) -> Tree:
+    """Returns the shapes of a batch with another number of examples."""
+
+    def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(shape, batch)
+
+
 _UNEVEN = (
     ". Drop an incomplete last batch (drop_remainder=True in most "
     "loaders), or pad it with examples of weight 0, and return "

@@ -132,10 +132,9 @@ def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
         tree: a tree of arrays or shapes.
         role: what its leaves are, for messages.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(abstract(tree, role))
-    names = path_names([path for path, _ in leaves])
+    tree = abstract(tree, role)
     lines = []
-    for name, (_, leaf) in zip(names, leaves, strict=True):
+    for name, leaf in zip(path_names(tree), jax.tree.leaves(tree), strict=True):
         shape = f"{leaf.dtype}{list(leaf.shape)}"
         lines.append(f"{name} {shape}".strip())  # the path of a tree that is one leaf is empty
     return lines

@@ -22,6 +22,7 @@ from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
 from jvpipe.ir.weighted import Weighted
 from jvpipe.trace import jaxprs
+from jvpipe.trace.batches import resized
 from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flat_loss import FlatLoss
 from jvpipe.trace.keys import is_key, lift_key_constants
@@ -123,7 +124,7 @@ def trace_loss(
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
     trees = {ValueKind.PARAMETER: params, ValueKind.STATE: state, ValueKind.BATCH: batch}
-    names = {kind: _leaf_paths(tree) for kind, tree in trees.items()}
+    names = {kind: path_names(tree) for kind, tree in trees.items()}
     check_modules(params)
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
@@ -142,8 +143,7 @@ def trace_loss(
 
     @functools.cache  # called often, for the few sizes of the replicas' slices
     def of_size(examples: int) -> LossJaxpr:
-        resized = _resized(batch, examples)
-        return trace_loss(loss_fn, params, resized, rng, state, **returns)
+        return trace_loss(loss_fn, params, resized(batch, examples), rng, state, **returns)
 
     return replace(traced, of_size=of_size)
 
@@ -201,17 +201,10 @@ def _labeled(
     )
 
 
-def _leaf_paths(tree: Tree) -> tuple[str, ...]:
-    """Returns the paths of a tree's leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return path_names([path for path, _ in leaves])
-
-
 def _leaves_of_aux(aux: Tree) -> tuple[tuple[str, ...], list[Any]]:
     """Returns the paths of the leaves of aux, and the values of each leaf: two for a `Weighted`."""
-    leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
-    paths = path_names([path for path, _ in leaves])
-    return paths, [jax.tree.leaves(leaf) for _, leaf in leaves]
+    leaves = jax.tree.leaves(aux, is_leaf=_is_weighted)
+    return path_names(aux, is_leaf=_is_weighted), list(map(jax.tree.leaves, leaves))
 
 
 def _refs(counts: dict[ValueKind, int]) -> list[Ref]:
@@ -220,15 +213,6 @@ def _refs(counts: dict[ValueKind, int]) -> list[Ref]:
     for kind, count in counts.items():
         refs += [Ref(kind, i) for i in range(count)]
     return refs
-
-
-def _resized(batch: Tree, examples: int) -> Tree:
-    """Returns the shapes of a batch with another number of examples."""
-
-    def resized(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree.map(resized, batch)
 
 
 def _is_weighted(x: Any) -> bool:

@@ -124,10 +124,8 @@ def _of_layers(
 
 def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
     """Returns how each parameter is cut over the devices of a place, by the parameter's path."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    paths = path_names([path for path, _ in leaves])
-    shapes = [tuple(leaf.shape) for _, leaf in leaves]
-    return sharding.specs(dict(zip(paths, shapes, strict=True)))
+    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(params)]
+    return sharding.specs(dict(zip(path_names(params), shapes, strict=True)))
 
 
 def _sharded(

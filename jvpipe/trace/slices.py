@@ -29,6 +29,7 @@ from jvpipe.trace.slice_leaves import Said, aux_group
 from jvpipe.trace.spread import Spreading, reaching
 from jvpipe.trace.structure import comparable
 from jvpipe.trace.sums_and_means import NONE, Beside, Lies
+from jvpipe.util.brief import first_line
 from jvpipe.util.paths import path_name
 
 
@@ -93,10 +94,9 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
     try:
         return loss.of_size(examples)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
         raise CoupledError(
             f"the loss does not take {examples} examples, the number that a replica has: "
-            f"{type(error).__name__}: {reason}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
 

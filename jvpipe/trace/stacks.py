@@ -90,9 +90,7 @@ class Stacks:
         >>> Stacks(jax.tree.structure({"base": [0, 0], "head": 0}), (None,) * 3).named(["base/*"])
         (True, True, False)
         """
-        numbered = self.tree.unflatten(range(len(self.lengths)))
-        leaves = jax.tree_util.tree_leaves_with_path(numbered)
-        paths = path_names([path for path, _ in leaves])
+        paths = path_names(self.tree.unflatten(range(len(self.lengths))))
         for pattern in patterns:
             matching = (path for path in paths if fnmatchcase(path, pattern))
             if next(matching, None) is None:
@@ -235,3 +233,9 @@ def _slices(x: Any, length: int) -> Slices:
         of_slice = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         return Slices((of_slice,) * length)
     return Slices(x[i] for i in range(length))
+
+
+def stacked_shape(*slices: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a stack, given its slices as arrays or shapes."""
+    first = slices[0]
+    return jax.ShapeDtypeStruct((len(slices), *first.shape), first.dtype)

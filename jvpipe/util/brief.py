@@ -1,4 +1,4 @@
-"""Writes any value in one short line, so that an error message can show what the user gave."""
+"""Writes any value or error in one line, so that an error message can show what was wrong."""
 
 import reprlib
 from typing import Any
@@ -42,3 +42,8 @@ def brief(value: Any) -> str:
     if len(text) <= _MOST_LETTERS:
         return text
     return f"{text[: _MOST_LETTERS - 3]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the error's type if it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

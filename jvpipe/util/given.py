@@ -45,13 +45,17 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def check_callback(on_step: Any) -> None:
-    """Raises ValueError unless `on_step` is None or a function that can be called after a step."""
-    if on_step is None:
-        return
+def check_callable(name: str, value: Any, arguments: str) -> None:
+    """Raises ValueError unless a value is a function.
+
+    Args:
+        name: the name of the argument, for the message.
+        value: the value as the user gave it.
+        arguments: what the function will be called with, for the message.
+    """
     # A class is callable, but calling it would only make an object that nothing uses.
-    if not callable(on_step) or isinstance(on_step, type):
-        raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
+    if not callable(value) or isinstance(value, type):
+        raise ValueError(f"{name} must be a function of ({arguments}), not {brief(value)}")
 
 
 def checked_path(name: str, path: Any) -> Path:

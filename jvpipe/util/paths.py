@@ -3,7 +3,7 @@
 Plans, checkpoints and users' patterns name parameters by these texts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,21 +20,26 @@ def path_name(path: Sequence[Any]) -> str:
     return "/".join(_keys(path))
 
 
-def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
-    """Writes the key paths of a tree as texts, all of them different.
+def path_names(
+    tree: Any,
+    separator: str = "/",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> tuple[str, ...]:
+    """Writes the key paths of a tree's leaves as texts, all of them different.
 
     If a key contains the separator, two paths may have the same text. In that case, the keys of
     all paths are escaped as in JSON pointers: ~1 stands for a separator inside a key, and ~0 for
     a tilde.
 
     Args:
-        paths: the key paths of all leaves of a tree.
+        tree: the tree.
         separator: the text between two keys.
+        is_leaf: tells what is a leaf besides JAX's own leaves.
 
-    >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
-    >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
+    >>> path_names({"a/b": {"c": 1}, "a": {"b/c": 2}})
     ('a/b~1c', 'a~1b/c')
     """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
     names = tuple(separator.join(_keys(path)) for path in paths)
     if len(set(names)) == len(names):
         return names

@@ -13,7 +13,6 @@
 Here p and q are patterns, so patterns can be nested as deeply as the data are.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from jvpipe.util.brief import brief
@@ -131,22 +130,6 @@ def one_of_texts(values: Any) -> Pattern:
         fits = isinstance(data, str) and data in texts
         listed = ", ".join(texts)
         _need(fits, where, f"one of {listed}", data)
-
-    return check
-
-
-def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Pattern:
-    """Returns a pattern that chooses between two patterns by a test of the data.
-
-    Args:
-        test: tells whether the first pattern applies to the data.
-        then: the first pattern, for data that pass the test.
-        other: the second pattern, for all other data.
-    """
-
-    def check(where: str, data: Any) -> None:
-        pattern = then if test(data) else other
-        compare(where, data, pattern)
 
     return check
 

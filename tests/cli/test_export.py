@@ -32,7 +32,7 @@ def test_keys_are_paths_and_values_survive(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     check_writable(tmp_path / "model.safetensors")
     for path, told in (
-        (tmp_path, "is a folder: name a file in it"),
+        (tmp_path, "this is a folder"),
         (tmp_path / "no" / "file", "there is no folder"),
         (
             tmp_path / "model.npz",

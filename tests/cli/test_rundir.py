@@ -150,7 +150,7 @@ def test_a_bit_that_flips_in_the_configuration_is_noticed_or_harmless(tmp_path: 
 
 def test_a_plan_of_a_run_is_a_plan(tmp_path: Path) -> None:
     run, plan = RunDir(tmp_path), Plan.from_cuts([2, 1], schedule="gpipe")
-    run.write_plan(plan)
+    run_folder.write_sealed(run.plan, plan.to_json())
     assert Plan.load(run.plan) == plan
     run.plan.write_text(run.plan.read_text().replace("gpipe", "1f1b"))
     with pytest.raises(DamageError, match=r"plan\.json is not what the run wrote"):

@@ -55,8 +55,8 @@ def planned(**options: Any) -> Costs:
         m.loss_fn, optax.sgd(0.1), 2, 4, planner="dapple", devices=jax.devices()[:2], **options
     )
     pipe.init(m.params, batch_of(m, 4), None)
-    assert pipe.session.planned is not None
-    return pipe.session.planned.problem.costs
+    assert pipe.session.compiled_plans.planned is not None
+    return pipe.session.compiled_plans.planned.problem.costs
 
 
 def test_two_pipelines_decide_on_the_same_seconds(cache: Path, clock: list[float]) -> None:

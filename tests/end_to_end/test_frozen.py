@@ -442,7 +442,7 @@ def test_planners_count_no_gradient_and_no_state_of_them() -> None:
 def test_layers_without_a_backward_are_not_timed() -> None:
     pipe = pipeline(tuned(), planner="jvpipe")
     pipe.init(params(), batch(), None)
-    planned = pipe.session.planned
+    planned = pipe.session.compiled_plans.planned
     assert planned is not None
     costs = planned.problem.costs.layers
     assert [layer.backward_s == 0.0 for layer in costs[:3]] == [True, True, False]

@@ -136,7 +136,7 @@ def test_a_device_holds_the_state_of_two_layers(schedule: str) -> None:
     pipe = pipeline(1, schedule, memory_limit=limit, state_fates=SWAP, planner="jvpipe")
     assert_same(trained(pipe, layers), theirs)
     assert not any(stage.fates for stage in pipe.plan.stages), "planners count what there is"
-    planned = pipe.session.planned
+    planned = pipe.session.compiled_plans.planned
     assert planned is not None
     counted = evaluate_decision(planned.problem, planned.decision).limit_bytes
     assert pipe.ledger.peak[0] <= counted <= 1.1 * pipe.ledger.peak[0]

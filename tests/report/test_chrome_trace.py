@@ -50,7 +50,7 @@ def test_devices_are_in_the_order_of_their_numbers() -> None:
 
 
 def test_bubble_fraction_of_the_drawing() -> None:
-    assert chrome_trace.bubble_fraction(SPANS) == pytest.approx(1 - 12 / 18)
+    assert chrome_trace.busy(SPANS).bubble_fraction == pytest.approx(1 - 12 / 18)
 
 
 def test_the_busy_shares_of_the_drawing() -> None:
@@ -65,11 +65,11 @@ def test_bubble_fraction_ignores_copies_and_counts_overlap_once() -> None:
         Span("a", "0U", 3.0, 4.0, Kind.U),
         Span("a", "SEND", 0.0, 9.0, Kind.SEND),
     ]
-    assert chrome_trace.bubble_fraction(spans) == pytest.approx(0.25)
+    assert chrome_trace.busy(spans).bubble_fraction == pytest.approx(0.25)
 
 
 def test_nothing_measured_is_no_bubble() -> None:
-    assert chrome_trace.bubble_fraction([]) == 0.0
+    assert chrome_trace.busy([]).bubble_fraction == 0.0
     assert chrome_trace.chrome_trace(Picture(()))["traceEvents"][0]["ph"] == "M"
 
 

@@ -414,8 +414,8 @@ def test_layers_are_timed_in_the_room_that_the_present_model_leaves(
     assert needs, "there was room for the narrow ones"
     assert max(needs) <= room
     assert estimated, "there was none for the wide one"
-    assert pipe.session.planned is not None
-    assert 0 < pipe.session.planned.problem.costs.layers[2].forward_s < 1
+    assert pipe.session.compiled_plans.planned is not None
+    assert 0 < pipe.session.compiled_plans.planned.problem.costs.layers[2].forward_s < 1
     pipe.step(state, batch)
     assert max(pipe.ledger.peak[:HOST]) <= limit
 

@@ -145,7 +145,7 @@ def test_what_backwards_compute_again_inside_counts_whoever_made_the_plan(
     m = CASES["mlp"]()
     plan = dataclasses.replace(PLAN, keep_last=keep_last)
     pipe, state = started(m, plan, fates={"*/*": "recompute"})
-    assert pipe.session.planned is None
+    assert pipe.session.compiled_plans.planned is None
     pipe.session.monitor()
     pipe.step(state, batch_of(m, MICRO))
     found, shares = pipe.session.measured(), pipe.session.compiled.recomputed_shares

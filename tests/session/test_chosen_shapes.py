@@ -81,7 +81,7 @@ def test_given_stages_are_kept() -> None:
 def test_on_slow_links_each_stage_has_one_device_and_cuts_are_planned_as_ever() -> None:
     pipe, _ = begun(stages=2)
     assert pipe.plan.replicas == (1, 1)
-    assert pipe.session.planned is not None
+    assert pipe.session.compiled_plans.planned is not None
     assert "on 4 devices straight, 2 stages of one device" in pipe.explain()
     assert "goes to stage 1 because" in pipe.explain()
 

@@ -17,16 +17,16 @@ from tests.zoo import CASES
 
 def test_a_given_plan_is_compiled_with_the_users_fates_and_nothing_is_planned() -> None:
     pipe, _ = begun(HERE, fates={"*": "recompute"})
-    assert pipe.session.planned is None
+    assert pipe.session.compiled_plans.planned is None
     assert pipe.plan.cuts == HERE.cuts
     assert {fate for stage in pipe.plan.stages for fate in stage.fates.values()} == {"recompute"}
 
 
 def test_a_planned_plan_comes_with_what_it_was_decided_on() -> None:
     pipe, _ = begun(2)
-    assert pipe.session.planned is not None
-    assert pipe.session.planned.plan.cuts == pipe.plan.cuts
-    assert pipe.session.planned.layer_s is None, "an even cut asks for no seconds"
+    assert pipe.session.compiled_plans.planned is not None
+    assert pipe.session.compiled_plans.planned.plan.cuts == pipe.plan.cuts
+    assert pipe.session.compiled_plans.planned.layer_s is None, "an even cut asks for no seconds"
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -84,6 +84,6 @@ def test_links_between_devices_are_measured_and_counted(
         waisted, optax.sgd(0.1), 2, 4, planner=planner, devices=jax.devices()[:2]
     )
     pipe.init(params, {"x": np.ones((8, WIDTHS[0]), np.float32)}, None)
-    assert pipe.session.planned is not None
-    assert pipe.session.planned.problem.peer == send
+    assert pipe.session.compiled_plans.planned is not None
+    assert pipe.session.compiled_plans.planned.problem.peer == send
     assert WIDTHS[pipe.plan.cuts[0]] == crossing

@@ -15,7 +15,7 @@ from jvpipe.lowering.step import lower_step
 from jvpipe.programs.model_programs import layer_programs
 from jvpipe.programs.optimizer_pieces import cut_optimizer
 from jvpipe.programs.store import shared_store
-from jvpipe.report.chrome_trace import bubble_fraction
+from jvpipe.report.chrome_trace import busy
 from jvpipe.schedules.gpipe import gpipe
 from jvpipe.simulate.simulator import simulate
 from jvpipe.trace.graph import build_graph
@@ -163,7 +163,7 @@ def test_peaks_are_the_ledgers(name: str, stages: int, schedule: str) -> None:
     found = simulate(step, seconds, temporary_bytes=temporary)
     assert found.peak_bytes == tuple(peak.bytes for peak in peaks(step, stages, temporary))
     assert found.bubble_fraction == pytest.approx(
-        bubble_fraction(found.spans()), abs=0.05
+        busy(found.spans()).bubble_fraction, abs=0.05
     )  # that of F, B and U alone
     final = [0] * (stages + 1)
     for b in {*step.final, *step.metrics}:

@@ -29,6 +29,7 @@ from jvpipe.runtime.engine.disagreement import Disagreement, heard_failure, told
 from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.pulse import Pulses
 from jvpipe.runtime.engine.transport import Transport
+from jvpipe.util.brief import first_line
 
 LOOK_S = 0.5
 """Seconds after which a waiting process checks again whether the others are alive."""
@@ -109,10 +110,9 @@ class Channel:
             raise
         except Exception as error:
             # The first process keeps the store. If the store fails, that process is probably gone.
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
             gone = self.gone(wait_s=CLOSING_S) or f"{self.named(0)} does not answer"
             raise HostLost(
-                f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
+                f"{gone}, go on from the last checkpoint: no {name} came: {first_line(error)}"
             ) from error
         self._awaited = ""
         # All others have written their words of this call, so they no longer need this process's

@@ -1,6 +1,5 @@
 """Makes sure that all processes of a run begin with the same values."""
 
-import json
 from typing import Any
 
 import jax
@@ -49,8 +48,7 @@ def agree_on_given(
     ]
     hosts.agree("what init is given", parts)
     mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
-    words = hosts.exchange("batch", json.dumps(mine).encode())
-    all_lines = list(map(json.loads, words))
+    all_lines = hosts.exchange_json("batch", mine)
     # A leaf's values are compared only if every process has them. If a process has only the
     # leaf's shape, it has sent the same line as in `shapes`.
     by_all: list[str] = []

@@ -1,6 +1,5 @@
 """Measures the link between processes, by copies from the first process to the second and back."""
 
-import json
 import statistics
 import time
 
@@ -25,8 +24,8 @@ def link_between(hosts: Hosts) -> Link:
     """
     if hosts.link is None:
         seconds = [_seconds(hosts, size) for size in _SIZES]
-        (of_first, *_) = hosts.exchange("link", json.dumps(seconds).encode())
-        hosts.link = link_through(_SIZES, json.loads(of_first))
+        (of_first, *_) = hosts.exchange_json("link", seconds)
+        hosts.link = link_through(_SIZES, of_first)
     return hosts.link
 
 

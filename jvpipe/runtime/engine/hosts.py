@@ -62,8 +62,8 @@ class Hosts(Channel):
     that each process sends all the time (`pulse.py`). A process is silent if its pulses stop.
 
     All processes must make these calls in the same order, because each waits for the same call of
-    the others: `exchange`, `agree`, `together`, `first`, `decided`, `gather`, `carry`, `connect`.
-    No other method waits for a call of another process.
+    the others: `exchange`, `exchange_json`, `agree`, `together`, `first`, `decided`, `gather`,
+    `carry`, `connect`. No other method waits for a call of another process.
 
     Args:
         link: the latency and bandwidth between two processes, once they are measured.
@@ -132,6 +132,11 @@ class Hosts(Channel):
                 return f"{stage}task {row} of {self.named(process)}"
         return ""
 
+    def exchange_json(self, name: str, value: Any) -> list[Any]:
+        """Calls `exchange` with a value that is written as JSON."""
+        words = self.exchange(name, json.dumps(value).encode())
+        return [json.loads(word) for word in words]
+
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
         """Checks that all processes have the same texts.
 
@@ -147,8 +152,7 @@ class Hosts(Channel):
             Disagreement: a part differs between two processes; all processes raise it.
         """
         mine = [[part, digest(text)] for part, text in parts]
-        words = self.exchange(name, json.dumps(mine).encode())
-        digests = [json.loads(word) for word in words]
+        digests = self.exchange_json(name, mine)
         if all(theirs == mine for theirs in digests):
             return
         # First the names of the parts must be equal. Otherwise the texts cannot be compared.
@@ -344,8 +348,7 @@ class Hosts(Channel):
 
         Returns the addresses of the other processes' servers, by process.
         """
-        mine = json.dumps([server, socket.gethostname(), pulses.own])
-        words = [json.loads(word) for word in self.exchange("address", mine.encode())]
+        words = self.exchange_json("address", [server, socket.gethostname(), pulses.own])
         self.names = [name for _, name, _ in words]
         others = {i: word for i, word in enumerate(words) if i != self.process}
         their_pulses = {i: Pulse(*pulse) for i, (_, _, pulse) in others.items()}

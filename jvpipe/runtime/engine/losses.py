@@ -42,12 +42,10 @@ class LossWatch:
 
     Args:
         controller: runs the steps; it makes the error for a loss whose computation has failed.
-        microbatches: how many micro-batches a step has.
     """
 
-    def __init__(self, controller: Controller, microbatches: int) -> None:
+    def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self._microbatches = microbatches
         self._steps: deque[Losses] = deque()  # the steps that have not been checked yet
         self._has_warned = False
 
@@ -122,7 +120,7 @@ class LossWatch:
         number = self._controller.first_step + losses.step
         if not losses.apart:
             return f"the loss of step {number} is {value} at stage {last}"
-        m = losses.step * self._microbatches + i
+        m = losses.step * self._controller.microbatches + i
         versions = self._controller.ledger.versions
         read = [versions[stage.layers[0], m].forward for stage in stages]
         return (

@@ -1,8 +1,8 @@
 """The bytes that devices and the host may hold, as the user gives them or JAX reports them."""
 
-import json
 import os
 from collections.abc import Sequence
+from itertools import chain
 
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.util.devices import Device, is_own
@@ -66,8 +66,8 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         if is_own(device) and (limit := _reported(device)) is not None
     }
     if hosts is not None:
-        words = hosts.exchange("devices' memory", json.dumps(list(limits.items())).encode())
-        limits = {at: limit for word in words for at, limit in json.loads(word)}
+        by_process = hosts.exchange_json("devices' memory", list(limits.items()))
+        limits = dict(chain.from_iterable(by_process))
     if not limits:
         return ()
     # A device that reports no limit gets the smallest reported limit.

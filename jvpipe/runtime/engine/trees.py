@@ -12,7 +12,7 @@ from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import abstract, canonical
-from jvpipe.trace.stacks import Stacks
+from jvpipe.trace.stacks import Stacks, stacked_shape
 from jvpipe.util.paths import path_name
 
 Tree = Any
@@ -99,7 +99,7 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
     # Stacks are joined before the comparison, so that messages name the caller's arrays.
-    expected = stacks.join(split, _stacked)
+    expected = stacks.join(split, stacked_shape)
     there, here = map(_types, (abstract(tree), expected))
     for path, needed in here.items():
         if (found_leaf := there.get(path, "missing")) != needed:
@@ -117,12 +117,6 @@ def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]
     for array, part in zip(arrays, jax.tree.leaves(split), strict=True):
         leaves.append(array if is_key(part) else np.asarray(array, part.dtype))
     return leaves
-
-
-def _stacked(*parts: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a stacked array, given the shape of each layer's part."""
-    first = parts[0]
-    return jax.ShapeDtypeStruct((len(parts), *first.shape), first.dtype)
 
 
 def _types(tree: Tree) -> dict[str, str]:

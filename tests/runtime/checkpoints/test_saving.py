@@ -144,7 +144,7 @@ def test_what_several_processes_save_is_what_one_saves_and_one_goes_on_from_it(
     for now, _ in pipe.run(state, [tiny.BATCH] * 2):
         state = now
     compiled, trees, steps = pipe.session.compiled, pipe.session.trees, state.stream_steps
-    saving = Saving(compiled, pipe.session.settings.schedule, tiny.MICRO)
+    saving = Saving(compiled)
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": None}
     meta = saving.meta(state, None, shapes, pipe.ledger.versions, {})
     places = [spot.place for spot in names_of(compiled, steps)]

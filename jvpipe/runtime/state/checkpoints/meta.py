@@ -14,7 +14,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.state.checkpoints import skeleton
 from jvpipe.trace.keys import IMPLEMENTATIONS
-from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_of_texts, whole_in
+from jvpipe.util.pattern import LARGEST, anything, compare, maybe, one_of_texts, whole_in
 
 _WHERE = "meta.json"
 _COUNT = whole_in(0, 2**31 - 1)
@@ -63,12 +63,17 @@ def _binding(where: str, data: Any) -> None:
     compare(f"{where}[0]", {"name": name}, {"name": str})
 
 
+def _ledger(where: str, data: Any) -> None:
+    """Raises ValueError unless data are a ledger of versions. Used as a pattern."""
+    # Older checkpoints have only the list of runs.
+    compare(where, data, _VERSIONS["runs"] if isinstance(data, list) else _VERSIONS)
+
+
 _FLIGHT = {
     "steps": whole_in(1, 2**31 - 1),  # how many steps the stream has had
     "bound_to": _binding,  # what must be the same when the state is restored
     "legs": [(_COUNT, _plan)],  # the plans of the stream, each with its first micro-batch
-    # Older checkpoints have only the list of runs.
-    "versions": either(lambda data: isinstance(data, list), _VERSIONS["runs"], _VERSIONS),
+    "versions": _ledger,
 }
 _STATE = {
     "step": _COUNT,

@@ -69,8 +69,7 @@ def save_parts(
     draft = folder / hosts.decided("draft", partial(_begin, folder))
     try:
         part = hosts.together("part", partial(_write, draft, hosts.process, arrays))
-        words = hosts.exchange("parts", json.dumps(asdict(part)).encode())
-        parts = [_Part(**json.loads(word)) for word in words]
+        parts = [_Part(**fields) for fields in hosts.exchange_json("parts", asdict(part))]
         of_all = {**meta, "kinds": list(arrays)}
         hosts.first("checkpoint", partial(_finish, draft, parts, of_all))
     except Exception:

@@ -26,7 +26,6 @@ from jvpipe.runtime.state.checkpoints.array_file import Arrays
 from jvpipe.runtime.state.checkpoints.checkpoint import check_paths, open_checkpoint
 from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of
 from jvpipe.runtime.state.checkpoints.generations import DamageError
-from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.loss import KeyKind
 from jvpipe.util.devices import is_own
 
@@ -37,13 +36,9 @@ class Saving:
 
     Args:
         compiled: the compiled plan of the states.
-        schedule: the schedule that the user chose.
-        microbatches: how many micro-batches a step has.
     """
 
     compiled: CompiledPlan
-    schedule: Schedule
-    microbatches: int
 
     @property
     def _by_kind(self) -> dict[str, list[Array]]:
@@ -119,7 +114,7 @@ class Saving:
             "updates": state.updates,
             "words": None if state.words is None else state.words.tolist(),
             "key": None if key is None else [list(key.shape), key.impl],
-            "schedule": self.schedule.name,
+            "schedule": self.compiled.schedule.name,
             "shapes": {name: skeleton.dump(tree) for name, tree in shapes.items()},
             "extra": extra,
         }
@@ -188,11 +183,11 @@ class Saving:
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
         binding = [
-            self.schedule.options,
+            self.compiled.schedule.options,
             list(plan.cuts),
             list(plan.splits),
             fates,
-            self.microbatches,
+            self.compiled.microbatches,
         ]
         # These entries are newer than the others. Plans that do not need them do not get them, so
         # that they match their older checkpoints.
