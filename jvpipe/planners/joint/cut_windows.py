@@ -10,22 +10,20 @@ keep, the narrower are the windows.
                         right[s] |<------ stages from s on ------| last layer
     window of bound s            [-------------]
 
-How far a stage reaches is bounded by prices, as in `dual_bounds.py`. Under given prices a
-stage pays for the seconds and the bytes of its layers. A stage that keeps the cap and the
-limit pays at most T plus the price of as many bytes as the limit allows. What a layer pays
-is never negative, so a longer stage never pays less, and the farthest end is found by
-bisection in prefix sums. Other costs of a stage, such as its transfers, are left out. This can
-only make windows wider.
+A stage reaches a cut if its layers' least seconds keep the cap, and their fewest bytes the
+limit. Neither is negative for a layer, so a longer stage never takes less, and the farthest end is
+found by bisection in prefix sums. One choice may not give both the least seconds and the fewest
+bytes, and other costs of a stage, such as its transfers, are left out. Both can only make windows
+wider. (Prices that join seconds and bytes made windows narrower, but steps up to 5% longer.)
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
+from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.model.chain_dp import least_sufficient
 from jvpipe.planners.model.grids import OverJ, sums
@@ -33,10 +31,6 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.spans import Cuts
 from jvpipe.util.sizes import MOST_BYTES
 
-PRICE_ROUNDS = 2
-"""How many pairs of prices each stage gets. It may be changed: more pairs make windows narrower."""
-BYTES_ALONE = (0.0, 1.0)
-"""Prices (alpha, mu) at which only bytes count, at one second per byte."""
 ROUNDING_BYTES = 0.5
 """More than the rounding error of a sum of bytes, and less than a byte."""
 
@@ -47,58 +41,16 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        prices: lists with a pair of prices for each stage. Any prices are valid; these give
-            high lower bounds of the stages' seconds. Each round in `of` adds a list.
-        known: a cache of prefix sums, by stage and prices.
+        fewest_bytes: a cache of prefix sums of the layers' fewest bytes, by stage.
     """
 
     pricing: Pricing
-    prices: tuple[list[Prices], ...] = ()
-    known: dict[tuple[int, Prices], OverJ] = field(default_factory=dict)
+    fewest_bytes: dict[int, OverJ] = field(default_factory=dict)
 
-    @staticmethod
-    def of(pricing: Pricing) -> "Reach":
-        """Makes a reach with prices whose lower bounds are high for stages near the least cap.
-
-        Each round finds the windows of the least cap under the prices so far. It takes the
-        middles of these windows as bounds, and adds the best prices of the stages between
-        them. Without a limit no prices are needed.
-        """
-        reach = Reach(pricing)
-        for _ in range(PRICE_ROUNDS if pricing.limit_bytes < MOST_BYTES else 0):
-            cap_s = reach.least_cap_s(CUTS.prices_tolerance)
-            if math.isinf(cap_s):
-                break  # no plan keeps the limit, so no bounds are better than others
-            middles = [int(cuts[len(cuts) // 2]) for cuts in reach.windows(cap_s)]
-            prices = (*reach.prices, reach._best_prices(middles))
-            # The prices of earlier rounds stay in use, and so do their prefix sums.
-            reach = Reach(pricing, prices, reach.known)
-        return reach
-
-    def _best_prices(self, bounds: Sequence[int]) -> list[Prices]:
-        """Finds for each stage between these bounds the prices that bound its seconds best."""
-        segments = self.pricing.segments
-        asked = []
-        for s, (i, j) in enumerate(pairwise(bounds)):
-            static = segments.of(s).static_bytes(s)
-            compute_s = segments.compute_of(s)
-            room = self._room_bytes(s) - float(static[j] - static[i])
-            work_s = float(compute_s[j] - compute_s[i])
-            cell = s, i, j
-            relaxed = self.pricing.at(s).relaxed(cell, room, work_s, traffic_s=0.0)
-            asked.append(relaxed)
-        return DualBounds(asked).solve()
-
-    def _room_bytes(self, s: int) -> float:
-        return self.pricing.limit_bytes - self.pricing.segments.problem.less_bytes(s)
-
-    def least_cap_s(self, tolerance: float = 1e-4) -> float:
+    def least_cap_s(self) -> float:
         """Finds nearly the least cap under which the stages reach the last layer.
 
         Any plan's slowest stage takes at least as long as the least cap.
-
-        Args:
-            tolerance: by how much the result may be above the least cap, as a share of it.
         """
         # Under a larger cap, stages reach at least as far. So the least cap is found by
         # halving an interval. The least cap is not below the seconds of the longest layer,
@@ -114,7 +66,7 @@ class Reach:
         high = 2 * low
         while not self.reaches_end(high):
             low, high = high, 2 * high
-        return least_sufficient(self.reaches_end, low, high, tolerance)
+        return least_sufficient(self.reaches_end, low, high, CUTS.cap_tolerance)
 
     def reaches_end(self, cap_s: float) -> bool:
         """Tells whether the stages reach the last layer under a cap."""
@@ -144,15 +96,15 @@ class Reach:
 
     def left(self, cap_s: float) -> list[int]:
         """Finds for s = 0, 1, ... the last cut that the first s stages reach."""
-        # Each stage should go as far as possible: the next stage then begins later, and pays
+        # Each stage should go as far as possible: the next stage then begins later, and takes
         # no more to reach the same end.
         cuts = self.pricing.segments.cuts
         reached = [0]
         for s in range(self.pricing.segments.problem.stages):
             begin = reached[-1]
             ends = []
-            for paid, limit in self._paid(s, cap_s):
-                beyond = np.searchsorted(paid, paid[begin] + limit, "right")
+            for taken, limit in self._limits(s, cap_s):
+                beyond = np.searchsorted(taken, taken[begin] + limit, "right")
                 ends.append(beyond - 1)
             place = np.searchsorted(cuts, min(ends), "right") - 1
             reached.append(int(cuts[place]))
@@ -165,46 +117,35 @@ class Reach:
         for s in reversed(range(self.pricing.segments.problem.stages)):
             end = reached[-1]
             begins = []
-            for paid, limit in self._paid(s, cap_s):
-                begin = np.searchsorted(paid, paid[end] - limit)
+            for taken, limit in self._limits(s, cap_s):
+                begin = np.searchsorted(taken, taken[end] - limit)
                 begins.append(begin)
             place = np.searchsorted(cuts, max(begins))
             reached.append(int(cuts[place]))
         return reached[::-1]
 
-    def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
-        """Yields for each pair of prices what layers pay, and the most that the stage may pay.
+    def _limits(self, s: int, cap_s: float) -> list[tuple[OverJ, float]]:
+        """Returns the least that layers take on a stage, in seconds and in bytes, and the limits.
 
-        What layers pay comes as prefix sums. A stage reaches a cut if it pays no more than
-        it may under every pair of prices. What it may pay is raised a little, so that
-        rounding does not exclude a cut.
+        What layers take comes as prefix sums. The limits are raised a little, so that rounding
+        does not exclude a cut.
         """
-        yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
+        limits = [(self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12))]
         if self.pricing.limit_bytes < MOST_BYTES:
-            room_bytes = self._room_bytes(s)
-            yield self._sums(s, BYTES_ALONE), room_bytes + ROUNDING_BYTES
-            for of_round in self.prices:
-                prices = of_round[s]
-                _, mu = prices
-                limit = cap_s * (1 + 1e-9) + mu * room_bytes
-                yield self._sums(s, prices), limit
+            room_bytes = self.pricing.limit_bytes - self.pricing.segments.problem.less_bytes(s)
+            limits.append((self._fewest_bytes(s), room_bytes + ROUNDING_BYTES))
+        return limits
 
-    def _sums(self, s: int, prices: Prices) -> OverJ:
-        """Returns prefix sums of the least that each layer pays on stage s at these prices."""
-        if (s, prices) in self.known:
-            return self.known[s, prices]
-        pricing = self.pricing.at(s)
-        segments = pricing.segments
-        alpha, mu = prices
-        offers = pricing.offers(s, slice(None))
-        if prices == BYTES_ALONE:
-            offers = offers._replace(link_s=np.zeros_like(offers.link_s))
-        # Whatever is chosen, each layer pays at least for its cheapest choice.
-        least = offers.cost(alpha, mu).min(1)
-        fixed = alpha * segments.compute_of(s) + mu * segments.static_bytes(s)
-        layers = np.where(np.isfinite(least), least, 0.0)
-        self.known[s, prices] = sums(layers) + fixed
-        return self.known[s, prices]
+    def _fewest_bytes(self, s: int) -> OverJ:
+        """Returns prefix sums of the fewest bytes that layers hold on a stage."""
+        if s not in self.fewest_bytes:
+            pricing = self.pricing.at(s)
+            offers = pricing.offers(s, slice(None))
+            held = np.where(offers.there, offers.held_bytes, np.inf).min(1)
+            # A layer without a possible choice is told of elsewhere.
+            layers = np.where(np.isfinite(held), held, 0.0)
+            self.fewest_bytes[s] = sums(layers) + pricing.segments.static_bytes(s)
+        return self.fewest_bytes[s]
 
 
 def area(windows: Sequence[Cuts]) -> int:

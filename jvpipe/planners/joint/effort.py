@@ -31,8 +31,7 @@ class CutEffort:
         spread_cells: windows with more cells than this are thinned out.
         spread_stages: how far a bound may be from where all stages would take equal seconds, when
             round trips must be kept short; the unit is the mean seconds of a stage.
-        prices_tolerance: how near the least cap is found, as a share of it, when only the best
-            prices at this cap are needed.
+        cap_tolerance: how near the least cap is found, as a share of it.
         trip_caps: the caps under which paths with short round trips are made, as multiples of the
             least cap; the last ones are for steps of few micro-batches.
         trip_weights: what it is worth to shorten the worst round trip by a second, in seconds of
@@ -47,7 +46,7 @@ class CutEffort:
     transfer_factors: tuple[float, ...] = (1.0, 1.5)
     spread_cells: int = 2_000_000
     spread_stages: float = 8.0
-    prices_tolerance: float = 1e-2
+    cap_tolerance: float = 1e-4
     trip_caps: tuple[float, ...] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7)
     trip_weights: tuple[float, ...] = (0.0, 0.5, 2.0)
     trip_tolerance: float = 1e-3

@@ -83,7 +83,7 @@ def solve(
 
     if area(everything) <= CUTS.all_cells:
         return between(everything)
-    reach = Reach.of(pricing)
+    reach = Reach(pricing)
     least_s = reach.least_cap_s()
 
     def is_small(slack: float) -> bool:

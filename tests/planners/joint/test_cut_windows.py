@@ -12,7 +12,7 @@ from tests.planners.joint.enumeration import every_cost, tiny
 def test_no_cut_of_a_plan_under_the_cap_is_outside_its_window(seed: int) -> None:
     problem = tiny(seed, ("1f1b", "gpipe", "pipedream", "2bw")[seed])
     pricing, limit = pricing_of(problem), problem.memory_limit_bytes or 0
-    reach = Reach.of(pricing)
+    reach = Reach(pricing)
     slowest = {}
     for cut in range(1, 4):
         stages = (every_cost(problem, 0, 0, cut), every_cost(problem, 1, cut, 4))

@@ -52,7 +52,7 @@ def test_windows_hold_every_plan_that_keeps_the_cap(problem: Problem) -> None:
         return
     decision = solution.decision()
     slowest_s = max(stage.seconds for stage in evaluate_decision(problem, decision).stages)
-    reach = Reach.of(pricing)
+    reach = Reach(pricing)
     assert reach.least_cap_s() <= slowest_s * (1 + 1e-3)
     for bound, window in zip(decision.bounds, reach.windows(slowest_s * (1 + 1e-9)), strict=True):
         assert bound in window
@@ -72,7 +72,7 @@ def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
 ) -> None:
     """Pairs of layers between which values wait: numbers, not seconds.
 
-    Sums over the first layers are kept for each stage and each of at most three pairs of prices.
+    Sums over the first layers are kept once for each stage.
     """
     n, sizes, waiting = 4_000, [], list[spans.Spans]()
 
@@ -90,11 +90,11 @@ def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
         if share is not None:
             problem = limited(problem, int(share * 8 * n))
         pricing = pricing_of(problem)
-        reach = Reach.of(pricing)
+        reach = Reach(pricing)
         reach.windows(1.01 * reach.least_cap_s())
         for s in range(stages):
             pricing.segments.fixed_bytes(s, np.array([s]), np.array([n]))
-        assert sum(paid.size for paid in reach.known.values()) <= 3 * stages * (n + 1)
+        assert sum(held.size for held in reach.fewest_bytes.values()) <= stages * (n + 1)
         sizes.append(sum(len(every.w) for every in waiting))
     assert sizes[1] <= 2 * sizes[0] <= 400 * n
 
