@@ -47,7 +47,7 @@ class Sizes:
         temp_size_in_bytes: bytes that the program needs for itself while it runs.
         each_argument: bytes of each argument in the layout of the device; empty if the compiler
             does not report them.
-        each_result: bytes of each result.
+        each_result: bytes of each result in the layout of the device, or empty.
     """
 
     temp_size_in_bytes: int

@@ -35,7 +35,8 @@ class LocalCosts:
     @staticmethod
     def of(costs: Mapping[int, Costs]) -> "LocalCosts":
         """Collects the costs of some numbers of examples."""
-        return LocalCosts(*zip(*sorted(costs.items()), strict=True))
+        batches = tuple(sorted(costs))
+        return LocalCosts(batches, tuple(costs[b] for b in batches))
 
     def at(self, b: int) -> Costs:
         """Returns the costs of `b` examples; parameters and what belongs to them do not change."""

@@ -11,12 +11,13 @@ def loop_reasons(traced: Traced) -> list[str]:
     """
     lines = []
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
-        loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]
-        # How often a while loop runs is not known: it has no parameter `length`.
-        counts = [eqn.params.get("length") for eqn in loops]
-        if set(counts) <= {0, 1} or not layer.reading(ValueKind.PARAMETER):
+        lengths = [eqn.params["length"] for eqn in body.eqns if eqn.primitive.name == "scan"]
+        longest = max(lengths, default=0)
+        # How often a while loop runs is not known.
+        has_while = any(eqn.primitive.name == "while" for eqn in body.eqns)
+        if (longest < 2 and not has_while) or not layer.reading(ValueKind.PARAMETER):
             continue
-        times = "an unknown number of" if None in counts else max(counts)
+        times = "an unknown number of" if has_while else longest
         lines.append(
             f"layer {layer.name} has a loop of {times} iterations, which share their parameters: it "
             "is not cut between them. Written out, as a loop of Python or with "

@@ -148,7 +148,7 @@ class Schedule:
 
         If every device runs all its forwards before its first backward, there are two phases,
         because the stage with the slowest forward may not have the slowest backward. Otherwise
-        there is one phase.
+        there is one phase, and so there is in a stream, whose steps overlap.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
@@ -408,6 +408,8 @@ def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int
 @lru_cache(maxsize=256)
 def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
     """Finds what `Schedule.phases` returns."""
+    if not schedule.synchronous:
+        return 1
     for tasks in schedule.lists(devices, microbatches):
         is_forward = [KINDS[task.kind].in_flight > 0 for task in tasks]
         if is_forward != sorted(is_forward, reverse=True):  # a forward comes after a backward

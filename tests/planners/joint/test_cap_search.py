@@ -30,6 +30,7 @@ from jvpipe.planners.model.stage_cost import (
 from jvpipe.schedules import find_schedule
 from tests.planners.joint.enumeration import choices
 from tests.planners.small import SCHEDULES, cuts, limited, problems
+from tests.planners.small import chain as small_chain
 
 
 def enumerated(problem: Problem) -> tuple[float, int]:
@@ -71,6 +72,17 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
     assert problem.memory_limit_bytes is None or evaluation.peak_bytes <= problem.memory_limit_bytes
     assert evaluation.step_s == pytest.approx(least_s, rel=1e-9)
     assert solve(problem, pricing_of(problem)).bound_s == pytest.approx(least_s, rel=1e-8)
+
+
+def test_a_stream_of_single_micro_batches_is_bounded_as_any_other() -> None:
+    """Its forwards come before its backwards, but a stream's steps overlap: it has one phase."""
+    layers = [
+        LayerCost(str(i), 1.0, 1.0, (Option(0),), gradient_bytes=2, update_s=1.5 * (i == 2))
+        for i in range(3)
+    ]
+    problem = small_chain(layers, 2, 1, "pipedream")
+    least_s, _ = enumerated(problem)
+    assert solve(problem, pricing_of(problem)).bound_s == pytest.approx(least_s)
 
 
 def chain(
