@@ -377,12 +377,12 @@ def test_a_full_disk_is_one_line(
         (
             "activation_size=100.0",
             "activation_size=1e308",
-            "graph.txt, line 2: activation_size=1e308 must be at most",
+            "graph.txt, line 2: activation_size='1e308' must be at most",
         ),
         (
             "forward_compute_time=1.0",
             "forward_compute_time=1e306",
-            "forward_compute_time=1e306 must be at most",
+            "forward_compute_time='1e306' must be at most",
         ),
         (
             "parameter_size=64.0",

@@ -251,6 +251,32 @@ def test_another_run_finds_nothing_parked(tmp_path: Any) -> None:
     assert [path[0] for path in pipe.session.model_history[-1].new] == ["b", "b", "c", "c"]
 
 
+def test_layers_of_a_scan_are_in_both_models_or_in_neither() -> None:
+    """Otherwise the trained values of the others would be lost."""
+
+    def scanned(params: Any, batch: Any, rng: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["s"])
+        return jnp.mean(x**2)
+
+    def indexed(params: Any, batch: Any, rng: Any) -> jax.Array:
+        for i in range(4):
+            batch = jnp.tanh(batch @ params["s"][i])
+        return jnp.mean(batch**2)
+
+    four, six = ({"s": np.stack([np.eye(4, dtype=np.float32)] * n)} for n in (4, 6))
+    ones, scan, whole = np.ones((MICRO, 4), np.float32), "4 layers that the loss scans", "one array"
+    for first, second, params, told in (
+        (scanned, indexed, four, f"'s' is {whole} in the new model, {scan}"),
+        (indexed, scanned, four, f"'s' is {scan} over in the new model, {whole}"),
+        (scanned, scanned, six, f"'s' is 6 layers .* in the new model, {scan}"),
+    ):
+        pipe = jvpipe.Pipeline(first, OPTIMIZER, 1, MICRO, planner="even")
+        state, _ = pipe.step(pipe.init(four, ones, None), ones)
+        with pytest.raises(ValueError, match=told):
+            pipe.update_model(state, second, params)
+        pipe.step(state, ones)  # nothing has changed
+
+
 @pytest.mark.parametrize("schedule", grid(["2bw", "pipemare"], "2bw"))
 def test_a_stream_in_flight_is_drained_first(schedule: str) -> None:
     def run(*, drains: bool) -> tuple[list[float], Any]:
