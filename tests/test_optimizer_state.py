@@ -164,6 +164,21 @@ def test_an_injected_learning_rate_is_written(schedule: str) -> None:
     assert pipe.ledger.live == live
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_a_state_in_flight_that_is_written_back_as_it_was_changes_nothing(schedule: str) -> None:
+    """Stages have made updates of their own number; the tree has room for one count."""
+    runs = []
+    for written in (False, True):
+        pipe, state = trained(optax.adam(1e-2), schedule)
+        if written:
+            state = pipe.with_optimizer_state(state, pipe.optimizer_state(state))
+        for newest, _ in pipe.run(state, [batch(3), batch(4)]):
+            state = newest
+        runs.append(jax.tree.leaves(pipe.params(pipe.drain(state))))
+    for once, again in zip(*runs, strict=True):
+        np.testing.assert_array_equal(once, again)
+
+
 def test_trees_of_another_kind_are_refused() -> None:
     pipe, state = trained(OPTIMIZERS["ema"])
     found = pipe.params(state)

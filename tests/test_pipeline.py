@@ -70,6 +70,45 @@ def test_the_callers_batch_may_be_overwritten_at_once() -> None:
     assert np.isfinite(float(metrics["loss"]))
 
 
+def aligned(value: float) -> np.ndarray:
+    """An array at a multiple of 64 bytes, whose memory JAX would share with a CPU device."""
+    room = np.zeros(D * D * 4 + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    array = room[begin : begin + D * D * 4].view(np.float32).reshape(D, D)
+    array[:] = value
+    return array
+
+
+def test_the_callers_numpy_arrays_may_be_overwritten_too() -> None:
+    """A frozen parameter, a constant of the loss, the state of the optimizer, and a new parameter."""
+    shift, momentum, x = aligned(0.1), aligned(0.1), batch()["x"]
+    params = {name: aligned(0.1) for name in ("base", "top")}
+    more = {"base": params["base"], "top": params["top"], "new": aligned(0.1)}
+
+    def loss(params: Any, batch: Any, rng: Any) -> jax.Array:
+        hidden = jnp.tanh(batch @ params["base"] + batch @ shift)
+        return jnp.mean((hidden @ params["top"]) ** 2) + jnp.sum(params.get("new", shift))
+
+    def overwritten(state: jvpipe.State, *arrays: np.ndarray) -> jvpipe.State:
+        expected = float(pipe.evaluate(state, x)["loss"])
+        kept = [array.copy() for array in arrays]
+        for array in arrays:
+            array[:] = 7
+        assert float(pipe.evaluate(state, x)["loss"]) == expected
+        for array, copy in zip(arrays, kept, strict=True):
+            array[:] = copy
+        return state
+
+    pipe = pipeline(loss, frozen=["base"], stages=1)
+    state = overwritten(pipe.init(params, x, None), *params.values(), shift)
+    adam, *rest = pipe.optimizer_state(state)
+    held = adam._replace(mu=adam.mu | {"top": momentum})
+    state = pipe.with_optimizer_state(state, (held, *rest))
+    momentum[:] = 7
+    np.testing.assert_array_equal(pipe.optimizer_state(state)[0].mu["top"], aligned(0.1))
+    overwritten(pipe.update_model(state, lambda p, b, r: loss(p, b, r), more), *more.values())
+
+
 def test_host_parameters_outlive_later_steps() -> None:
     pipe = pipeline()
     state = pipe.init(PARAMS, batch(), None)

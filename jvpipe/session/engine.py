@@ -39,6 +39,7 @@ from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf
 from jvpipe.session.settings import Settings, option_parts
 from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.loss import key_words
+from jvpipe.trace.structure import comparable
 from jvpipe.util.devices import is_own
 
 Tree = Any
@@ -404,8 +405,26 @@ class Engine:
         """Returns the state with a new optimizer state, given as leaves; consumes `state`."""
         self.check_whole(self.compiled, state)
         names = names_of(self.compiled, state.stream_steps)
-        arrays = with_leaves(names, state.arrays, ValueKind.OPTIMIZER, leaves, consume=True)
+        changed = dict(enumerate(leaves))
+        if state.stream_steps:
+            changed = {i: changed[i] for i in self._changed(state, leaves)}
+        arrays = with_leaves(names, state.arrays, ValueKind.OPTIMIZER, changed, consume=True)
         return replace(state, arrays=arrays)
+
+    def _changed(self, state: State, leaves: Sequence[Any]) -> list[int]:
+        """Lists the leaves of an optimizer state that are not as `host_values` returns them.
+
+        In flight each stage has made updates of its own number, so that a leaf such as a step count
+        has another value on each. Only a leaf that the user changed gets one value everywhere.
+        """
+        present = self.host_values(state, ValueKind.OPTIMIZER)
+        changed = []
+        if present is not None:
+            pairs = zip(present, leaves, strict=True)
+            changed = [i for i, (a, b) in enumerate(pairs) if comparable(a) != comparable(b)]
+        if self.settings.hosts is None:
+            return changed
+        return self.settings.hosts.exchange_json("changed leaves", changed)[0]
 
 
 def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:

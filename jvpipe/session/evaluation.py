@@ -78,7 +78,9 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
     with _holding(session, compiled, "given parameters", more, more):
         if params:
             names = names_of(compiled, 0)
-            arrays = with_leaves(names, arrays, ValueKind.PARAMETER, params, consume=False)
+            arrays = with_leaves(
+                names, arrays, ValueKind.PARAMETER, dict(enumerate(params)), consume=False
+            )
         values = _forward(session, compiled, state, arrays, batch, state.words)
     return session.metrics_of(compiled, session.readable(values))
 

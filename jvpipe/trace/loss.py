@@ -28,6 +28,7 @@ from jvpipe.trace.flat_loss import FlatLoss
 from jvpipe.trace.keys import is_key, lift_key_constants
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.modules import check_modules
+from jvpipe.util.devices import unshared
 from jvpipe.util.paths import path_names
 
 Tree = Any
@@ -191,7 +192,7 @@ def _labeled(
         dict(zip(variables, _refs(inputs), strict=True)),
         tuple(zip(results, _refs(outputs), strict=True)),
         names,
-        tuple(constants.values()),
+        tuple(map(unshared, constants.values())),
         loss_tree.num_leaves == 2,
         jax.tree.structure(aux, is_leaf=_is_weighted),
         tuple(len(parts) == 2 for parts in aux_parts),

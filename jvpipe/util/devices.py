@@ -164,6 +164,15 @@ def is_own(device: Device) -> bool:
     return device.process_index == jax.process_index()
 
 
+def unshared(value: Any) -> Any:
+    """Returns a copy of a NumPy array, which its owner may change; any other value is returned.
+
+    Without this copy a CPU device shares the memory of an array that is aligned to 64 bytes, even if
+    `jax.device_put` is told that it may not alias.
+    """
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that copies an array to another memory of a device.
 

@@ -24,7 +24,7 @@ from jvpipe.trace.keys import is_key
 from jvpipe.trace.structure import structure
 from jvpipe.util.brief import brief
 from jvpipe.util.columns import columns
-from jvpipe.util.devices import Device, sharding_on
+from jvpipe.util.devices import Device, sharding_on, unshared
 from jvpipe.util.given import is_whole
 from jvpipe.util.sizes import format_bytes
 
@@ -155,9 +155,16 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
     """
 
     def put(value: Any, device: Device, spec: Spec) -> jax.Array:
+        """Copies an array to a device.
+
+        Args:
+            value: the array of the caller, or a lazy one.
+            device: the device, or a mesh.
+            spec: how the array lies over the mesh.
+        """
         sharding = sharding_on(device, spec)
         if not isinstance(value, LazyArray):
-            return jax.device_put(value, sharding, may_alias=False)
+            return jax.device_put(unshared(value), sharding, may_alias=False)
         array = jax.device_put(np.asarray(value), sharding, may_alias=False)
         # Because of this wait, the host holds at most one array that was read from its file.
         return array.block_until_ready()

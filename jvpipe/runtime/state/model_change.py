@@ -39,7 +39,7 @@ from jvpipe.runtime.engine.tensors import (
 )
 from jvpipe.runtime.engine.transport import to_host
 from jvpipe.runtime.state.origins import Arrival, Origins, Parked
-from jvpipe.util.devices import is_own
+from jvpipe.util.devices import is_own, unshared
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +386,7 @@ class ModelSwitch:
             case "make":
                 values = {**self.origins.values, "constant": self._new.traced.loss.constants}
                 _, leaf = name_of(arrival.buffer)
-                return here, values[kind][leaf]
+                return here, unshared(values[kind][leaf])
 
     def _restored(
         self,

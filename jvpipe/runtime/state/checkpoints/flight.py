@@ -30,7 +30,7 @@ from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import Name, State
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.util.brief import brief
-from jvpipe.util.devices import devices_in, is_own, sharding_on, swapper
+from jvpipe.util.devices import devices_in, is_own, sharding_on, swapper, unshared
 
 
 def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
@@ -146,26 +146,27 @@ def with_leaves(
     names: Sequence[Spot],
     arrays: Sequence[jax.Array],
     kind: ValueKind,
-    leaves: Sequence[Any],
+    leaves: Mapping[int, Any],
     *,
     consume: bool,
 ) -> tuple[jax.Array, ...]:
-    """Returns the arrays of a state, with all arrays of a kind replaced where they lie.
+    """Returns the arrays of a state, with arrays of a kind replaced where they lie.
 
     Args:
         names: the names of the arrays.
         arrays: the arrays of the state.
         kind: the kind to replace: parameters, or the optimizer's state.
-        leaves: the new values, on the host.
+        leaves: the new values, on the host, by the numbers of the leaves; others stay.
         consume: whether to delete each array before its new value is put there.
     """
     replaced = []
     for spot, array in zip(names, arrays, strict=True):
-        if spot.value.kind is kind and array is not None:
+        value = spot.value
+        if value.kind is kind and value.index in leaves and array is not None:
             sharding = array.sharding
             if consume:
                 array.delete()
-            array = jax.device_put(leaves[spot.value.index], sharding, may_alias=False)
+            array = jax.device_put(unshared(leaves[value.index]), sharding, may_alias=False)
         replaced.append(array)
     return tuple(replaced)
 
