@@ -271,14 +271,14 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
 def _exchange(options: PlanOptions, forecast: Forecast) -> None:
     """Compares the plan with the layout of --import, and writes it in the format of --export."""
     if options.import_ is not None:
-        if forecast.problem.replicated or forecast.problem.costs.outline is None:
+        if forecast.problem.replicated or forecast.outline is None:
             raise ValueError(
                 f"--import {options.import_} needs a --model, and stages of one device each: leave "
                 "out --graph, --devices and --replicas"
             )
         format, text = read_import("--import", options.import_)
         try:
-            plan = find_format(format).load(text, forecast.problem.costs.outline)
+            plan = find_format(format).load(text, forecast.outline)
         except ValueError as mistake:
             raise ValueError(f"--import {options.import_}: {mistake}") from None
         if forecast.fits:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jvpipe.ir.buffers import HOST
+from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
@@ -95,8 +96,14 @@ class Forecast:
         if not self.fits:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
         assert self.best.plan is not None
+        return replace(self.best.plan, splits=self.best.splits, outline=self.outline)
+
+    @property
+    def outline(self) -> Outline | None:
+        """The outline of the model, for the micro-batches of the best plan; None of a profile."""
+        # The costs may be those of a whole batch, of which each shape takes its share.
         outline = self.problem.costs.outline
-        return replace(self.best.plan, splits=self.best.splits, outline=outline)
+        return outline and replace(outline, microbatches=self.microbatches)
 
     @property
     def microbatches(self) -> int:

@@ -78,6 +78,14 @@ def test_large_parameters_at_the_end_and_slow_links_leave_the_last_layers_alone(
     assert found.plan.stages[-1].layers[-2:] == (6, 7)
 
 
+def test_what_is_exported_has_the_micro_batches_that_were_asked_for() -> None:
+    for options in ({"devices": 4}, {"devices": 4, "stages": 4}, {"stages": 4}):
+        found = planned(microbatches=8, **options)
+        outline = found.plan.outline
+        assert outline is not None
+        assert outline.microbatches == found.microbatches == 8
+
+
 def test_pins_are_kept_and_fields_say_what_the_plan_is() -> None:
     found = planned(replicas="2:1", cuts=[4, 2], microbatches=8)
     told = found.to_json()
