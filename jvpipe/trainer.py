@@ -230,6 +230,7 @@ class Trainer:
         Random keys stay keys. The state of stacked layers is stacked. A leaf that depends only
         on the gradient of a frozen parameter is `optax.MaskedNode()`. Optimizer state
         may hold averaged parameters, which `evaluate(state, batch, params=...)` takes.
+        In flight, stages have made updates of their own number, and a step count is that of one.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
         optimizer = self.session.compiled.optimizer
@@ -242,7 +243,8 @@ class Trainer:
 
         Args:
             state: the newest state, which is consumed.
-            tree: the tree that `optimizer_state` returns, with changes.
+            tree: the tree that `optimizer_state` returns, with changes. In flight, leaves that
+                have not changed stay as they are on each stage.
 
         Raises:
             ValueError: the tree's leaves, shapes or types are not those of this optimizer's state.

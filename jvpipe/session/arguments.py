@@ -307,8 +307,8 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
     """Raises ValueError if the schedule is `AUTO` and the planner cannot choose task orders."""
     if schedule == AUTO and find_planner(planner).as_paper:
         raise ValueError(
-            f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': leave "
-            "planner out, or name a schedule such as '1f1b' or 'interleaved'"
+            f"schedule 'auto' is chosen by planner 'jvpipe', not by '{planner}': use "
+            "planner 'jvpipe', or name a schedule such as '1f1b' or 'interleaved'"
         )
 
 
