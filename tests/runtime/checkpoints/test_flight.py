@@ -51,7 +51,7 @@ def test_a_plain_state_has_the_newest_version_of_every_parameter() -> None:
 def test_leaves_replace_those_of_their_kind_where_they_lie(consume: bool) -> None:
     pipe, state = begun()
     compiled = pipe.session.compiled
-    others = [w + 1 for w in PARAMS]
+    others = {i: w + 1 for i, w in enumerate(PARAMS)}
     before = state.arrays
     after = with_leaves(names_of(compiled, 0), before, ValueKind.PARAMETER, others, consume=consume)
     for buffer, old, new in zip(compiled.persistent, before, after, strict=True):
