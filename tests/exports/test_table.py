@@ -38,6 +38,7 @@ def test_a_workloads_plan_is_said_or_refused_by_what_is_lost(
     check(given, READERS[name](text, 4))
 
 
+@pytest.mark.thorough
 def test_the_table_has_both_kinds_of_cells() -> None:
     """Of GPT-2, whose plans are of a stack: what each format must be able to say."""
     said = {"megatron": "1f1b", "torchtitan": "gpipe", "maxtext": "gpipe"}

@@ -156,6 +156,7 @@ def test_replicas_of_a_stage_may_lie_in_two_processes() -> None:
         assert first["live"] | second["live"] == whole["live"]
 
 
+@pytest.mark.thorough
 def test_places_in_several_processes_may_be_meshes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +311,7 @@ def test_each_process_groups_the_layers_of_its_own_places(schedule: str) -> None
     assert all(told["grouped"][0] and told["grouped"][-1] for told in (alone, *both))
 
 
+@pytest.mark.thorough
 def test_one_process_in_groups_restores_and_switches_models_with_the_others(tmp_path: Path) -> None:
     ((alone,),) = runs(1, f"uneven,{tmp_path / 'one'}")
     assert [told for (told,) in runs(2, f"uneven,{tmp_path / 'two'}")] == [alone] * 2
