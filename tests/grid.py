@@ -22,4 +22,5 @@ def grid(cases: Iterable[Any], *always: Any) -> list[Any]:
 
 
 def _fields(case: Any) -> Collection[Any]:
-    return case if isinstance(case, tuple) else (case,)
+    """The arguments of a case: those in a plain tuple; any other value, a named tuple too, is one."""
+    return case if type(case) is tuple else (case,)

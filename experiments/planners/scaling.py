@@ -1,5 +1,7 @@
 """How long planning takes as models and pipelines grow: python -m experiments.planners.scaling
 
+In brackets are the seconds of a step under the plan.
+
 Layers are like those of a transformer, with six options each; limits are shares of what keeping
 everything takes.
 """
@@ -13,7 +15,8 @@ from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import stage_cost
+from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
+from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 
 SIZES = ((200, 16), (1_300, 8), (2_500, 16), (5_000, 64), (10_000, 64), (10_000, 256))
@@ -79,11 +82,14 @@ def main() -> None:
                 )
                 start_s = time.process_time()
                 try:
-                    jvpipe(limited)
-                    text = ""
+                    decision = jvpipe(limited)
                 except Infeasible:
-                    text = " (nothing fits)"
-                taken.append(f"{time.process_time() - start_s:.2f}{text}")
+                    taken.append(f"{time.process_time() - start_s:.2f} (nothing fits)")
+                    continue
+                planning_s = time.process_time() - start_s
+                evaluation = evaluate_decision(limited, decision)
+                step_s = simulated_step_s(limited, evaluation.stages)
+                taken.append(f"{planning_s:.2f} ({step_s:.4f})")
             print(f"| {layers} | {stages} | {schedule} | {' | '.join(taken)} |", flush=True)
 
 

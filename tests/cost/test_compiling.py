@@ -53,6 +53,7 @@ def test_the_child_says_what_compiling_here_says() -> None:
     assert compiler.asked == len(SHAPES)
 
 
+@pytest.mark.thorough
 def test_what_was_said_is_kept_on_the_disk(tmp_path: Path) -> None:
     texts = [text_of(shape, "cpu") for shape in SHAPES[:2]]
     first, second = (Compiler(CPU, Archive(tmp_path)) for _ in range(2))

@@ -104,6 +104,7 @@ def looked_at_before_restoring(arguments: Sequence[str]) -> int:
         return train_command.main(list(arguments))
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_does_not_hold_its_first_state_beside_the_restored_one(whole: Path) -> None:
     with forked(looked_at_before_restoring, "--run-dir", str(whole), "--resume") as command:
         done = command.ended()

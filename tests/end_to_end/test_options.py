@@ -59,6 +59,7 @@ def test_the_model_and_its_recipe_are_what_was_asked_for(run: Path) -> None:
     assert lines(run)[0]["tokens_per_s"] == pytest.approx(8 * lines(run)[0]["examples_per_s"])
 
 
+@pytest.mark.thorough
 def test_the_file_that_it_wrote_begins_the_same_run_again(run: Path, tmp_path: Path) -> None:
     done = begun(run / "config.json", tmp_path / "again")
     assert done.returncode == 0, done.stderr

@@ -204,6 +204,7 @@ def test_a_stopped_run_resumes_under_another_cut_to_the_bit(
     assert losses(run) == losses(whole)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_keeps_its_last_checkpoint_whole(
     text: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_tables_have_a_line_per_family_and_limit(rows: list[run.Row]) -> None:
     assert len(list(run.auto_table(rows, lambda row: row.name))) == 4
 
 
+@pytest.mark.thorough
 def test_a_slower_auto_is_a_mistake(rows: list[run.Row]) -> None:
     tight = rows[1]
     usual = tight.planned["1f1b"]

@@ -19,6 +19,7 @@ from experiments.hosts.run import free_port
 from jvpipe.cli.shell import ExitCode
 from tests.commands import finished, running
 from tests.forks import Fork
+from tests.grid import grid
 
 STEPS, SAVED_EVERY = 100, 20
 
@@ -145,7 +146,7 @@ def test_a_signal_to_one_stops_all_at_one_step_and_fewer_go_on(
     assert losses(run) == undisturbed
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", grid([0, 1], 1))
 def test_the_others_say_who_was_killed_and_one_goes_on(
     page: Path, undisturbed: list[float], tmp_path: Path, dies: int
 ) -> None:
@@ -168,6 +169,7 @@ def test_the_others_say_who_was_killed_and_one_goes_on(
         assert losses(run) == undisturbed
 
 
+@pytest.mark.thorough
 def test_who_is_stopped_is_named_after_the_silence_that_is_allowed(
     page: Path, tmp_path: Path
 ) -> None:

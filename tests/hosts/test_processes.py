@@ -175,6 +175,7 @@ def test_places_in_several_processes_may_be_meshes(
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_two_processes_are_fed_what_they_need_keep_a_limit_and_hold_no_more_after_many_steps() -> (
     None
 ):
@@ -317,6 +318,7 @@ def test_one_process_in_groups_restores_and_switches_models_with_the_others(tmp_
     assert [told for (told,) in runs(2, f"uneven,{tmp_path / 'two'}")] == [alone] * 2
 
 
+@pytest.mark.thorough
 def test_processes_that_prepared_a_move_in_unlike_ways_prepare_it_again_together() -> None:
     first, second = [told for (told,) in runs(2, "unlike")]
     assert (first["losses"], first["moves"]) == (second["losses"], second["moves"])
