@@ -22,7 +22,6 @@ ALIKE = {
     ("ir/rows:Row", "lowering/operation:Operation"),
     ("lowering/stream/parts:Versions", "programs/layer:LayerPrograms"),
     ("lowering/stream/parts:Versions", "runtime/engine/versions:Reads"),
-    ("planners/joint/cut_windows:Reach", "planners/joint/device_fates:DeviceFates"),
     ("programs/flow:Flow", "trace/loss:LossJaxpr"),
     ("programs/layer:LayerPrograms", "runtime/engine/versions:Reads"),
     ("programs/optimizer_pieces:OptimizerCut", "programs/optimizer_trace:TracedOptimizer"),

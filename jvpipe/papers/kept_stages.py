@@ -49,14 +49,18 @@ class KeptStages(KeepAll):
         """
         return np.maximum(self.compute_s(s), self._links(s).traffic_s)
 
+    def once_s(self, s: int) -> Grid:
+        """Returns a micro-batch's share of the seconds of stage s's updates."""
+        return self._inside(self._links(s).once_s / self.problem.microbatches)
+
     def comm_s(self, s: int) -> Grid:
         """Returns the seconds to transfer what stage s reads, and the cotangents of it back."""
         return self._inside(self._links(s).comm_s)
 
     def _links(self, s: int) -> CutBlock:
-        """Returns a block whose seconds of links are those of stage s."""
+        """Returns a block whose seconds of links and of updates are those of stage s."""
         if not self.problem.groups:
-            return self._block  # all links are alike
+            return self._block  # all devices and links are alike
         return self.segments.block(s, self.cuts, self.cuts)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:

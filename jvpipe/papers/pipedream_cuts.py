@@ -40,7 +40,7 @@ def pipedream(problem: Problem) -> Decision:
     costs = []
     for s in range(problem.stages):
         # A stage's transfers overlap with its work, so the slower of the two counts.
-        slowest = np.maximum(kept.seconds(s), kept.comm_s(s))
+        slowest = np.maximum(kept.seconds(s) + kept.once_s(s), kept.comm_s(s))
         costs.append(kept.where_it_fits(s, slowest))
     _, places = least_path(costs, np.maximum)
     if places is None:

@@ -1,6 +1,7 @@
 """How devices differ: given speeds and limits, reported memory, measured layers."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -95,6 +96,9 @@ def test_layers_are_measured_once_on_each_kind_of_own_device(monkeypatch: Patch)
         dict(zip(jax.devices()[:5], ["H100", "small", "small", "H100", "V100"], strict=True)),
     )
     monkeypatch.setattr(slowness, "_kind", cards.__getitem__)
+    named = {device: Mock(jax.Device, device_kind=card) for device, card in cards.items()}
+    of_kind = slowness.accelerator_of
+    monkeypatch.setattr(slowness, "accelerator_of", lambda device: of_kind(named[device]))
     monkeypatch.setattr(slowness, "is_own", lambda device: cards[device] != "V100")
 
     def costs(forward_s: float) -> Costs:
