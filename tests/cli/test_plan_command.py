@@ -170,6 +170,7 @@ def test_a_plan_over_the_limit_is_no_plan(
     assert (found["feasible"], found["lower_bound_s"]) == (False, None)
 
 
+@pytest.mark.thorough
 def test_a_model_is_planned_at_its_real_size_without_its_parameters(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     options = [

@@ -68,6 +68,7 @@ def test_two_pipelines_decide_on_the_same_seconds(cache: Path, clock: list[float
     assert len(clock) == 2 * count
 
 
+@pytest.mark.thorough
 def test_layers_are_cut_as_another_process_found_best(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
