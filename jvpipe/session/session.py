@@ -332,7 +332,7 @@ def switch_model(
     compiled_plans = models.compiled_for(present, loss_fn, params, model_state)
     old, new = present.current, compiled_plans.current
     trees = compiled_plans.trees
-    present.trees.check_stacks(trees)
+    present.trees.stacks.check_next(trees.stacks)
     states = jax.tree.leaves(trees.model_state if model_state is None else model_state)
     values = {
         "parameter": jax.tree.leaves(trees.stacks.split(params)),

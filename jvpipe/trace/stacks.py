@@ -90,7 +90,7 @@ class Stacks:
         >>> Stacks(jax.tree.structure({"base": [0, 0], "head": 0}), (None,) * 3).named(["base/*"])
         (True, True, False)
         """
-        paths = path_names(self.tree.unflatten(range(len(self.lengths))))
+        paths = list(self._lengths)
         for pattern in patterns:
             matching = (path for path in paths if fnmatchcase(path, pattern))
             if next(matching, None) is None:
@@ -104,6 +104,35 @@ class Stacks:
             return any(fnmatchcase(path, pattern) for pattern in patterns)
 
         return tuple(map(is_named, paths))
+
+    def check_next(self, later: "Stacks") -> None:
+        """Checks that the parameters of a later model are cut like those of this one.
+
+        The slices of a stack have paths of their own. So without this check, an array that only
+        one of the losses scans over would lose its trained values, and of a stack that gets longer
+        only the first slices would keep theirs.
+
+        Raises:
+            ValueError: a path is a stack in only one model, or stacks of different lengths.
+        """
+        before = self._lengths
+        for path, length in later._lengths.items():
+            if before.get(path, length) == length:
+                continue
+            now, then = (
+                "one array" if n is None else f"{n} layers that the loss scans over"
+                for n in (length, before[path])
+            )
+            raise ValueError(
+                f"parameter '{path}' is {now} in the new model, {then} in the present one: scan "
+                "over it in both, or give it another path, so that each keeps its own values"
+            )
+
+    @property
+    def _lengths(self) -> dict[str, int | None]:
+        """The length of each parameter that is a stack, by path; None for one that is not."""
+        paths = path_names(self.tree.unflatten(range(len(self.lengths))))
+        return dict(zip(paths, self.lengths, strict=True))
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
         """Returns the numbers of the leaves, counted after `split`, that patterns match.

@@ -13,7 +13,7 @@ from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import abstract, canonical
 from jvpipe.trace.stacks import Stacks, stacked_shape
-from jvpipe.util.paths import path_name, path_names
+from jvpipe.util.paths import path_name
 
 Tree = Any
 
@@ -60,34 +60,6 @@ class Trees:
         of_leaves = [shape(leaf.array) for leaf in optimizer.state]
         shapes = jax.tree.unflatten(optimizer.state_tree, of_leaves)
         return leaves_like(tree, shapes, self.stacks, "the optimizer's state")
-
-    def check_stacks(self, later: "Trees") -> None:
-        """Checks that the parameters of this model and of a later one are cut alike.
-
-        The slices of a stack have paths of their own. So without this check, an array that only
-        one of the losses scans over would lose its trained values, and of a stack that gets longer
-        only the first slices would keep theirs.
-
-        Raises:
-            ValueError: a path is a stack in only one model, or stacks of different lengths.
-        """
-        before = self._lengths
-        for path, length in later._lengths.items():
-            if before.get(path, length) == length:
-                continue
-            now, then = (
-                "one array" if n is None else f"{n} layers that the loss scans over"
-                for n in (length, before[path])
-            )
-            raise ValueError(
-                f"parameter '{path}' is {now} in the new model, {then} in the present one: scan "
-                "over it in both, or give it another path, so that each keeps its own values"
-            )
-
-    @property
-    def _lengths(self) -> dict[str, int | None]:
-        """The length of each parameter that is a stack, by path; None for one that is not."""
-        return dict(zip(path_names(self.params), self.stacks.lengths, strict=True))
 
     @property
     def _split_params(self) -> Tree:

@@ -384,9 +384,10 @@ class ModelSwitch:
             case "make" if kind == "optimizer":
                 return here, None
             case "make":
-                values = {**self.origins.values, "constant": self._new.traced.loss.constants}
                 _, leaf = name_of(arrival.buffer)
-                return here, unshared(values[kind][leaf])
+                if kind == "constant":
+                    return here, self._new.traced.loss.constants[leaf]
+                return here, unshared(self.origins.values[kind][leaf])
 
     def _restored(
         self,
