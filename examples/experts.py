@@ -27,19 +27,27 @@ def mixed(x, p):
         x: the tokens, [..., width].
         p: the parameters of the router and of the experts.
     """
-    chances = jax.nn.softmax(norm(x) @ p["router"])  # [..., experts]
+    normed = norm(x)
+    chances = jax.nn.softmax(normed @ p["router"])  # [..., experts]
     experts = chances.shape[-1]
     chosen = jax.nn.one_hot(chances.argmax(-1), experts)
     # Every expert computes every token, and all results except the chosen one are multiplied by 0.
     # This is simple, and fast enough for a few small experts.
-    expanded = jnp.einsum("...d,edf->...ef", norm(x), p["up"])
+    expanded = jnp.einsum("...d,edf->...ef", normed, p["up"])
     hidden = jax.nn.gelu(expanded)
-    outputs = jnp.einsum("...ef,efd,...e->...d", hidden, p["down"], chosen * chances)
-    axes = tuple(range(x.ndim - 1))
+    weights = chosen * chances
+    outputs = jnp.einsum(
+        "...ef,efd,...e->...d",
+        hidden,
+        p["down"],
+        weights,
+    )
     # Equation 4 of the paper. Choices have no gradient, so it flows only through the chances.
-    products = chosen.mean(axes) * chances.mean(axes)
+    axes = tuple(range(x.ndim - 1))
+    often = chosen.mean(axes)
+    products = often * chances.mean(axes)
     uneven = experts * jnp.sum(products)
-    return x + outputs, uneven, chosen.mean(axes)
+    return x + outputs, uneven, often
 
 
 @dataclass(frozen=True)
@@ -56,44 +64,66 @@ class Experts:
     def init(self, key):
         D, E, V = self.width, self.experts, self.symbols
         keys = iter(jax.random.split(key, 4 * self.blocks + 2))
-        drawn = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
-        blocks = []
-        for _ in range(self.blocks):
-            mixing = {"mix": drawn(2 * D, D), "router": drawn(D, E)}
-            experts = {"up": drawn(E, D, 2 * D), "down": drawn(E, 2 * D, D)}
-            blocks.append({**mixing, **experts})
-        return {"embed": drawn(V, D), "blocks": blocks, "head": drawn(D, V)}
+
+        def drawn(*shape):
+            scale = shape[-2] ** -0.5
+            return scale * jax.random.normal(next(keys), shape)
+
+        def block():
+            return {
+                "mix": drawn(2 * D, D),
+                "router": drawn(D, E),
+                "up": drawn(E, D, 2 * D),
+                "down": drawn(E, 2 * D, D),
+            }
+
+        return {
+            "embed": drawn(V, D),
+            "blocks": [block() for _ in range(self.blocks)],
+            "head": drawn(D, V),
+        }
 
     def loss_fn(self, params, batch, rng):
         x = params["embed"][batch[:, :-1]]  # [batch, tokens, width]
-        uneven, chosen = 0.0, []
+        uneven = 0.0
+        chosen = []
         for p in params["blocks"]:
             # Each token reads only itself and the token before it, which is enough to learn a sum.
             padded = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))
             before = padded[:, :-1]
             both = jnp.concatenate([norm(x), norm(before)], -1)
-            x = x + jnp.tanh(both @ p["mix"])
+            mix = both @ p["mix"]
+            x = x + jnp.tanh(mix)
             # The second loss is averaged over all blocks. So a cut between two stages sends this
             # number together with x.
             x, unevenly, often = mixed(x, p)
             uneven = uneven + unevenly / self.blocks
             chosen.append(often)
-        predicted = jax.nn.log_softmax(norm(x) @ params["head"])
-        right = jnp.take_along_axis(predicted, batch[:, 1:, None], -1)
+        logits = norm(x) @ params["head"]
+        predicted = jax.nn.log_softmax(logits)
+        targets = batch[:, 1:, None]
+        right = jnp.take_along_axis(predicted, targets, -1)
         loss = -jnp.mean(right)
         total = loss + 0.01 * uneven
-        return total, {"loss of the task": loss, "uneven": uneven, "chosen": jnp.stack(chosen)}
+        aux = {
+            "loss of the task": loss,
+            "uneven": uneven,
+            "chosen": jnp.stack(chosen),
+        }
+        return total, aux
 
     def batches(self, seed, batch_size):
         """Yields rows; each symbol is the sum of the two before it and the row's step."""
         generator = np.random.default_rng(seed)
         while True:
-            rows = [*generator.integers(self.symbols, size=(2, batch_size))]
+            first = generator.integers(self.symbols, size=(2, batch_size))
+            rows = list(first)
             step = generator.integers(1, 4, batch_size)
             while len(rows) <= self.tokens:
                 following = rows[-1] + rows[-2] + step
                 rows.append(following % self.symbols)
-            yield np.stack(rows, 1).astype(np.int32)
+            batch = np.stack(rows, 1)
+            yield batch.astype(np.int32)
 
 
 experts = Experts()

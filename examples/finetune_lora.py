@@ -60,11 +60,12 @@ def main(base, lines, tuned, steps=100, rate=1e-3):
         tokens=TOKENS,
         dropout=0.0,
     )
-    text = Path(lines).read_text()
-    ids, learned = records(text.splitlines(), tokenizer)
+    rows = Path(lines).read_text().splitlines()
+    ids, learned = records(rows, tokenizer)
     data = batches(ids, learned, seed=0)
+    steps = int(steps)
     recipe = replace(workload.recipe, learning_rate=float(rate))
-    optimizer = recipe.optimizer(int(steps))
+    optimizer = recipe.optimizer(steps)
     pipe = jvpipe.Pipeline(
         workload.loss_fn,
         optimizer,
@@ -73,7 +74,7 @@ def main(base, lines, tuned, steps=100, rate=1e-3):
     )
     state = pipe.init(params, next(data), jax.random.key(1))
     print(pipe.explain())
-    for step in range(1, int(steps) + 1):
+    for step in range(1, steps + 1):
         state, metrics = pipe.step(state, next(data))
         print(f"step {step}: loss {metrics['loss']:.4f}")
     to_folder(workload, pipe.params(state), like=base, into=tuned)

@@ -20,11 +20,7 @@ def norm(x, scale):
 
 
 def rotated(x):
-    """Rotates pairs of numbers by angles that grow with a token's position.
-
-    Args:
-        x: queries or keys, [batch, tokens, heads, width of a head].
-    """
+    """Rotates pairs in x, [batch, tokens, heads, head's width], the further the later the token."""
     positions = jnp.arange(x.shape[1])[:, None, None]
     rates = 1e4 ** -jnp.linspace(0, 1, x.shape[3] // 2, endpoint=False)
     angles = positions * rates  # [tokens, 1, pairs]
@@ -48,8 +44,9 @@ class Llama:
     def init(self, key):
         L, D, F, V = self.layers, self.width, self.hidden, self.vocabulary
         K = D // self.heads * self.groups  # the heads of a group share their keys and values
-        shapes = {"q": (D, D), "k": (D, K), "v": (D, K), "o": (D, D)}
-        shapes |= {"gate": (D, F), "up": (D, F), "down": (F, D)}
+        attention = {"q": (D, D), "k": (D, K), "v": (D, K), "o": (D, D)}
+        mlp = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+        shapes = attention | mlp
         keys = jax.random.split(key, len(shapes) + 2)
         drawn = lambda key, *shape: jax.random.normal(key, shape) * shape[-2] ** -0.5
         # The scan needs the parameters of all layers in one array each, [layers, ...].
@@ -78,8 +75,10 @@ class Llama:
         # One scan runs all layers. jvpipe divides the scan where it cuts the model.
         x, _ = jax.lax.scan(self.layer, x, params["layers"])
         x = norm(x, params["norm"])
-        predicted = jax.nn.log_softmax(x @ params["head"])
-        chosen = jnp.take_along_axis(predicted, batch[:, 1:, None], -1)
+        logits = x @ params["head"]
+        predicted = jax.nn.log_softmax(logits)
+        targets = batch[:, 1:, None]
+        chosen = jnp.take_along_axis(predicted, targets, -1)
         return -jnp.mean(chosen)
 
     def batches(self, seed, batch_size):
@@ -89,7 +88,8 @@ class Llama:
         while True:
             starts = generator.integers(len(text), size=(batch_size, 1))
             places = starts + np.arange(self.tokens + 1)
-            yield np.take(text, places, mode="wrap").astype(np.int32)
+            rows = np.take(text, places, mode="wrap")
+            yield rows.astype(np.int32)
 
 
 llama = Llama()

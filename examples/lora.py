@@ -37,8 +37,7 @@ class Lora:
     def init(self, key):
         D, r = self.width, self.rank
         keys = jax.random.split(key, self.blocks)
-        drawn = [jax.random.normal(k, (D, r)) for k in keys]
-        down = [a * 0.1 for a in drawn]
+        down = [0.1 * jax.random.normal(k, (D, r)) for k in keys]
         up = [jnp.zeros((r, D))] * self.blocks  # the product is 0, so training begins at the base
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
@@ -66,7 +65,8 @@ class Lora:
         """Returns the function to learn: the base, with a matrix of rank 1 added to each matrix."""
         keys = jax.random.split(jax.random.key(2), self.blocks)
         pairs = [jax.random.normal(key, (2, self.width)) for key in keys]
-        changes = [0.1 * jnp.outer(*pair) for pair in pairs]
+        outer = [jnp.outer(a, b) for a, b in pairs]
+        changes = [0.1 * change for change in outer]
 
         @jax.jit
         def target(x):

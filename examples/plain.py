@@ -15,7 +15,7 @@ def points(generator, count):
     label = generator.integers(2, size=count)
     turn = generator.uniform(0.5, 3, count)
     angle = np.pi * (turn + label)
-    circle = np.stack([np.cos(angle), np.sin(angle)])
+    circle = [np.cos(angle), np.sin(angle)]
     noise = 0.1 * generator.normal(size=(2, count))
     x = turn * circle + noise
     return {

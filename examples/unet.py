@@ -15,8 +15,14 @@ import numpy as np
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
-def conv(x, w, stride=1):
-    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=LAYOUT)
+def conv(x, w):
+    return jax.lax.conv_general_dilated(
+        x,
+        w,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=LAYOUT,
+    )
 
 
 def block(x, p, time):
@@ -25,14 +31,15 @@ def block(x, p, time):
     Between them, it adds a projection of `time`, [batch, 8], the encoded amount of noise.
     """
     y = conv(x, p["first"])
-    noise = (time @ p["time"])[:, None, None]  # [batch, 1, 1, channels]
-    y = jax.nn.silu(y + noise)
+    noise = time @ p["time"]  # [batch, channels]
+    y = jax.nn.silu(y + noise[:, None, None])
     pixels = (1, 2, 3)
     # Each picture is normalized by itself, so that results do not depend on the micro-batches.
     centered = y - y.mean(pixels, keepdims=True)
     variance = y.var(pixels, keepdims=True)
     y = centered * jax.lax.rsqrt(variance + 1e-5)
-    return jax.nn.silu(conv(y, p["second"]))
+    y = conv(y, p["second"])
+    return jax.nn.silu(y)
 
 
 def rings(generator, count, side):
@@ -40,9 +47,11 @@ def rings(generator, count, side):
     middle = generator.uniform(4, side - 4, (2, count, 1, 1))
     radius = generator.uniform(2, 5, (count, 1, 1))
     y, x = np.mgrid[:side, :side]
-    distance = np.hypot(x - middle[0], y - middle[1]) - radius
-    ink = np.exp(-(distance**2))
-    return ink.astype(np.float32)[..., None]
+    across = x - middle[0]
+    along = y - middle[1]
+    distance = np.hypot(across, along) - radius
+    ink = np.exp(-(distance**2))[..., None]
+    return ink.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -54,28 +63,38 @@ class UNet:
 
     def init(self, key):
         keys = iter(jax.random.split(key, 64))
-        drawn = lambda *shape: jax.random.normal(next(keys), shape) * np.prod(shape[:-1]) ** -0.5
+
+        def drawn(*shape):
+            scale = np.prod(shape[:-1]) ** -0.5
+            return scale * jax.random.normal(next(keys), shape)
 
         def block_weights(inputs, outputs):
-            first, time = drawn(3, 3, inputs, outputs), drawn(8, outputs)
-            return {"first": first, "time": time, "second": drawn(3, 3, outputs, outputs)}
+            return {
+                "first": drawn(3, 3, inputs, outputs),
+                "time": drawn(8, outputs),
+                "second": drawn(3, 3, outputs, outputs),
+            }
 
         widths = self.channels
-        down = [block_weights(a, b) for a, b in zip((1, *widths), widths)]
+        downwards = zip((1, *widths), widths)
+        down = [block_weights(a, b) for a, b in downwards]
         # A block on the way up reads `a` channels of the block before it, and `b` of a skip.
         upwards = zip(widths[:0:-1], widths[-2::-1])
         up = [block_weights(a + b, b) for a, b in upwards]
-        return {"down": down, "up": up, "last": drawn(1, 1, widths[0], 1)}
+        last = drawn(1, 1, widths[0], 1)
+        return {"down": down, "up": up, "last": last}
 
     def loss_fn(self, params, clean, rng):
         keys = jax.random.split(rng)
         share = jax.random.uniform(keys[0], (len(clean),))
         noise = jax.random.normal(keys[1], clean.shape)
-        time = jnp.cos(share[:, None] * np.pi * np.arange(8))  # [batch, 8]
+        rates = np.pi * np.arange(8)
+        time = jnp.cos(share[:, None] * rates)  # [batch, 8]
         # If share is 0, x is only the picture; if it is 1, x is only noise. The squares of the two
         # factors add up to 1.
-        picture_part = jnp.sqrt(1 - share)[:, None, None, None] * clean
-        x = picture_part + jnp.sqrt(share)[:, None, None, None] * noise
+        share = share[:, None, None, None]
+        picture_part = jnp.sqrt(1 - share) * clean
+        x = picture_part + jnp.sqrt(share) * noise
         skips = []
         for p in params["down"]:
             x = block(x, p, time)
@@ -83,7 +102,8 @@ class UNet:
             x = x[:, ::2, ::2]
         x = skips.pop()
         for p in params["up"]:
-            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)  # twice as high and as wide
+            x = jnp.repeat(x, 2, axis=1)  # twice as high
+            x = jnp.repeat(x, 2, axis=2)  # and twice as wide
             # A skip crosses all cuts between its two ends.
             x = jnp.concatenate([x, skips.pop()], -1)
             x = block(x, p, time)

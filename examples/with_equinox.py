@@ -60,7 +60,8 @@ def waves(generator, count):
     """Returns noisy sine waves, and the frequency of each."""
     swings = generator.uniform(1, 8, (count, 1))
     phase = generator.uniform(0, 2 * np.pi, (count, 1))
-    angles = swings * np.linspace(0, 2 * np.pi, POINTS) + phase
+    times = np.linspace(0, 2 * np.pi, POINTS)
+    angles = swings * times + phase
     noise = 0.2 * generator.normal(size=(count, POINTS))
     x = np.sin(angles) + noise
     return {
@@ -80,15 +81,19 @@ class Waves:
         return eqx.filter(Net(key), eqx.is_array)
 
     def optimizer(self, steps):
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        clip = optax.clip_by_global_norm(1.0)
+        adamw = optax.adamw(1e-3)
+        return optax.chain(clip, adamw)
 
     def loss_fn(self, params, batch, rng):
         net = eqx.combine(params, self.static)
         # An Equinox module takes a single example. Under `vmap`, each example gets its own key.
-        keys = None if rng is None else jax.random.split(rng, len(batch["x"]))
+        # Evaluation has no key.
+        x = batch["x"]
+        keys = None if rng is None else jax.random.split(rng, len(x))
         key_axis = None if rng is None else 0
         nets = jax.vmap(net, in_axes=(0, key_axis))
-        error = nets(batch["x"], keys) - batch["swings"]
+        error = nets(x, keys) - batch["swings"]
         return jnp.mean(error**2)
 
     def batches(self, seed, batch_size):

@@ -41,21 +41,29 @@ def net(tokens):
     small = hk.initializers.RandomNormal(0.1)
     x = x + hk.get_parameter("places", [TOKENS, WIDTH], init=small)
     # A target depends only on its bracket and earlier ones, so attention does not look ahead.
-    mask = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS)))
-    normed = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+    places = jnp.ones((1, 1, TOKENS, TOKENS))
+    mask = jnp.tril(places)
     scaled = hk.initializers.VarianceScaling(1.0)
+
+    def normed(x):
+        norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)
+        return norm(x)
+
     for _ in range(2):
-        y = normed(x)
         attention = hk.MultiHeadAttention(
             4,
             WIDTH // 4,
             w_init=scaled,
             model_size=WIDTH,
         )
+        y = normed(x)
         x = x + attention(y, y, y, mask)
-        widths = [4 * WIDTH, WIDTH]
-        feed_forward = hk.nets.MLP(widths, activation=jax.nn.gelu)
-        x = x + feed_forward(normed(x))
+        feed_forward = hk.nets.MLP(
+            [4 * WIDTH, WIDTH],
+            activation=jax.nn.gelu,
+        )
+        y = normed(x)
+        x = x + feed_forward(y)
     y = normed(x)
     return hk.Linear(2)(y)
 
@@ -78,7 +86,8 @@ class Brackets:
         # jvpipe adds up sums and counts over all micro-batches before it divides.
         there = batch["there"]
         total = jnp.sum(losses * there)
-        return jvpipe.Weighted(total, jnp.sum(there))
+        count = jnp.sum(there)
+        return jvpipe.Weighted(total, count)
 
     def batches(self, seed, batch_size):
         generator = np.random.default_rng(seed)

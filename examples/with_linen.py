@@ -39,8 +39,14 @@ def rectangles(corner, size):
         size: the side of each square, [count].
     """
     at = np.arange(SIDE)[:, None]
-    inside = [(at >= low) & (at < low + size) for low in corner]
-    rows, columns = [pixels.T for pixels in inside]
+
+    def inside(low):
+        pixels = (at >= low) & (at < low + size)  # [SIDE, count]
+        return pixels.T
+
+    first_row, first_column = corner
+    rows = inside(first_row)
+    columns = inside(first_column)
     return rows[:, :, None] & columns[:, None]
 
 
@@ -50,8 +56,10 @@ class Net(nn.Module):
         for channels in (8, 16, 32):
             x = nn.Conv(channels, (3, 3), use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
-            x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))  # half the side
-        return nn.Dense(2)(x.mean((1, 2)))
+            x = nn.relu(x)
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))  # half the side
+        x = x.mean((1, 2))
+        return nn.Dense(2)(x)
 
 
 class Shapes:
@@ -75,7 +83,10 @@ class Shapes:
         return optax.adam(rate)
 
     def loss_fn(self, params, state, batch, rng):
-        variables = {"params": params, "batch_stats": state}
+        variables = {
+            "params": params,
+            "batch_stats": state,
+        }
         # The averages are an argument and a result of the loss. jvpipe gives each micro-batch the
         # averages that the previous micro-batch returned.
         logits, new = self.net.apply(variables, batch["image"], mutable=["batch_stats"])

@@ -17,33 +17,38 @@ TOKENS = 4 * DIGITS + 3  # positions; an addition such as 123+456=0579 has 3 * D
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=4,
+            in_features=WIDTH,
+            decode=False,
+            rngs=rngs,
+        )
         self.wide = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
         self.narrow = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-        norms = [nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)]
-        self.norms = nnx.List(norms)
+        self.first_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.second_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x):
-        y = self.norms[0](x)
+        y = self.first_norm(x)
         mask = nnx.make_causal_mask(x[..., 0])
         x = x + self.attention(y, mask=mask)
-        y = self.norms[1](x)
-        hidden = jax.nn.gelu(self.wide(y))
-        return x + self.narrow(hidden)
+        y = self.second_norm(x)
+        y = self.wide(y)
+        y = self.narrow(jax.nn.gelu(y))
+        return x + y
 
 
 class Adder(nnx.Module):
     def __init__(self, rngs):
         self.digits = nnx.Embed(12, WIDTH, rngs=rngs)
         self.places = nnx.Embed(TOKENS, WIDTH, rngs=rngs)
-        blocks = [Block(rngs) for _ in range(BLOCKS)]
-        self.blocks = nnx.List(blocks)
+        self.blocks = nnx.List(Block(rngs) for _ in range(BLOCKS))
         self.head = nnx.Linear(WIDTH, 12, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.digits(tokens)
-        places = jnp.arange(tokens.shape[1])
-        x = x + self.places(places)  # [batch, tokens, WIDTH]
+        positions = jnp.arange(tokens.shape[1])
+        places = self.places(positions)  # [tokens, WIDTH]
+        x = self.digits(tokens) + places  # [batch, tokens, WIDTH]
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -57,8 +62,9 @@ def example(index, generator):
     a, b = generator.integers(10**DIGITS, size=2)
     question = f"{a:0{DIGITS}}+{b:0{DIGITS}}="
     answer = f"{a + b:0{DIGITS + 1}}"
+    text = question + answer
     symbols = "0123456789+="
-    tokens = [symbols.index(c) for c in question + answer]
+    tokens = [symbols.index(c) for c in text]
     return np.array(tokens, np.int32)
 
 
@@ -75,17 +81,19 @@ class Adding:
         abstract = nnx.eval_shape(lambda: Adder(nnx.Rngs(0)))
         graph, _, rest = nnx.split(abstract, nnx.Param, ...)
         adder = nnx.merge(graph, params, rest, copy=True)
-        logits = jax.nn.log_softmax(adder(tokens[:, :-1]))
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
+        logits = jax.nn.log_softmax(adder(inputs))
         # Only the digits after the = can be predicted, so the loss counts only them.
         answer = slice(2 * DIGITS + 1, None)
         predicted = logits[:, answer]
-        targets = tokens[:, 1:][:, answer, None]
+        targets = targets[:, answer, None]
         right = jnp.take_along_axis(predicted, targets, -1)
         return -jnp.mean(right)
 
     def batches(self, seed, batch_size):
-        numbers = grain.MapDataset.range(10**6).seed(seed)
-        order = numbers.shuffle().repeat()
+        numbers = grain.MapDataset.range(10**6)
+        order = numbers.seed(seed).shuffle().repeat()
         examples = order.random_map(example)
         batches = examples.batch(batch_size)
         return iter(batches.to_iter_dataset())

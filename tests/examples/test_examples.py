@@ -35,7 +35,9 @@ ALSO_ALONE = ("plain.py", "lora.py")
 def test_examples_are_all_tried_and_short() -> None:
     found = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     assert found.keys() == NAMES.keys() | PROGRAMS
-    assert all(len(text.splitlines()) <= 100 for text in found.values())
+    lengths = {name: len(text.splitlines()) for name, text in found.items()}
+    assert lengths["llama.py"] < 100  # README.md and docs/start.md promise this
+    assert max(lengths.values()) < 130
     for file, name in NAMES.items():
         assert f"--model examples/{file}:{name} --stages 2" in found[file]
 
