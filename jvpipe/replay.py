@@ -45,14 +45,14 @@ def replay(
         pipe: the pipeline, whose layers, optimizer and fates the replay uses.
         params: the parameters at the start of the run; the replay makes the optimizer's first
             state from them.
-        batches: all batches of the run. If there are more, the others are ignored.
+        batches: the batches of the run, from its first; batches after its last are ignored.
         rng: the key of the run.
         model_state: the model state at the start, if the loss has one (`has_state`).
 
     Raises:
-        ValueError: the run was resumed from a checkpoint, or its model was changed. Its ledger then
-            begins with a later optimizer state, but a replay begins with a fresh one. Another cause
-            is an argument that differs from what the run had, such as too few batches.
+        ValueError: the run was synchronous; or it was resumed from a checkpoint, or its model was
+            changed: then its ledger begins at a later step, but a replay begins at the first. Another
+            cause is an argument that differs from what the run had, such as too few batches.
 
     Returns:
         The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.
@@ -102,6 +102,12 @@ def _check_given(
         raise ValueError(f"pipe must be the jvpipe.Pipeline of the run, not {brief(pipe)}")
     if not isinstance(ledger, Ledger):
         raise ValueError(f"ledger must be the ledger of a run, pipe.ledger, not {brief(ledger)}")
+    schedule = pipe.session.settings.schedule
+    if schedule.synchronous:
+        raise ValueError(
+            f"the run had the synchronous schedule {schedule.name!r}, of which no versions are "
+            "recorded: compare its results with those of one stage, or replay an asynchronous run"
+        )
     trees = pipe.session.trees
     check_arrays(params, "parameter")
     trees.split_params(params)
@@ -151,8 +157,8 @@ def _losses(
         run: the replay, which has computed all earlier micro-batches.
         batch: the batch.
         words: the integers of the run's random key, or None.
-        uses_of_step: for each micro-batch, the versions that its tasks read, and whether the
-            pipeline was drained (had its micro-batches in flight finished) after it.
+        uses_of_step: for each micro-batch, the versions that its tasks read and made, and whether
+            the pipeline was drained after it (until nothing was in flight).
     """
     count = len(jax.tree.leaves(batch))
     feeds: Any = None

@@ -197,5 +197,5 @@ def _joined(
         divisor=a.divisor if a.divisor == b.divisor else None,
         roots=a.roots | b.roots,
         open=a.open | b.open,
-        is_scale=a.is_scale and b.is_scale,
+        deviation=a.deviation if a.deviation == b.deviation else 0,
     )

@@ -1,13 +1,14 @@
-"""Recognizes batch norms, in which single examples read a statistic of several examples.
+"""Recognizes batch norms, which center and scale each example by statistics of several examples.
 
     m = mean(x)           a statistic of several examples
     c = x - m             m is open in c: c depends on m and is not yet scaled
-    v = mean(c**2)        a statistic of c, in which m is open, too; sqrt(v) and rsqrt(v) are scales
-    c * rsqrt(v + e)      m is closed: the scale was made of m, the only open statistic
+    v = mean(c**2)        a statistic of c; m is open in v, too
+    s = sqrt(v + e)       the standard deviation; rsqrt(v + e) is s^-1
+    c * s**-1             m is closed, because the scale s^-1 was made from m
 
 On a slice of the examples, a batch norm is still a batch norm, so a replica may normalize its own
-examples. A loss that only centers, or that uses the statistic in any other way, would be another
-function on slices. So only linear functions, sums, products and squares may read a value in which
+examples. A loss that only centers, or that uses the statistic in any other way, is no batch norm
+and is refused. So only linear functions, sums, products and squares may read a value in which
 a statistic is open, and the statistic must be closed before the loss.
 """
 
@@ -27,10 +28,10 @@ _SHAPING = frozenset(
     sharding_constraint slice squeeze stop_gradient transpose
     """.split()  # noqa: SIM905 - read as a table
 )
-"""Primitives that are linear in each operand. An open statistic stays open in their results."""
+"""Linear and bilinear primitives. An open statistic stays open in their results."""
 _SUMS = ("add", "sub", "add_any")
 _PRODUCTS = ("mul", "div")
-_ROOTS = ("sqrt", "rsqrt")
+_ROOTS = {"sqrt": 1, "rsqrt": -1}  # to the power of the standard deviation
 
 
 def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
@@ -58,12 +59,12 @@ def normalized(
     ins: Sequence[Lies],
     out: Lies,
 ) -> Lies | None:
-    """Adds `open` and `is_scale`, which describe batch norms, to the `Lies` of a result.
+    """Adds `open` and `deviation`, which describe batch norms, to the `Lies` of a result.
 
     Args:
         eqn: an equation that is neither a loop nor a call.
         ins: how its operands depend on the examples.
-        out: how its result depends on the examples, without `open` and `is_scale`.
+        out: how its result depends on the examples, without `open` and `deviation`.
 
     Returns:
         The `Lies` of the result; None if the equation reads an open statistic in a way that is not
@@ -71,26 +72,38 @@ def normalized(
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
-    scales = [x for x in moving if x.is_scale]
+    scales = [x for x in moving if x.deviation]
+    deviation = _deviation(eqn, ins)
     opened = open_of(moving)
     if out.over is not Over.ALONG:
-        is_root = name in _ROOTS and out.reduced
-        return replace(
-            out,
-            open=opened,
-            is_scale=bool(scales) or is_root,
-        )
+        if out.reduced:
+            deviation = _ROOTS.get(name, deviation)
+        return replace(out, open=opened, deviation=deviation)
     # If an equation combines a statistic with single examples, the statistic is open in its result.
-    entering = [x for x in moving if x.reduced and not x.is_scale]
+    entering = [x for x in moving if x.reduced and not x.deviation]
     opened |= roots_of(entering)
-    if scales and len(scales) == len(moving):  # the result is a scale, repeated for each example
+    if deviation and len(scales) == len(moving):  # a scale, repeated for each example
         roots = roots_of(scales)
-        return replace(out, open=opened, is_scale=True, roots=roots)
-    # A product with a scale closes the statistics that the scale was made of.
-    if scales and name in _PRODUCTS:
+        return replace(out, open=opened, deviation=deviation, roots=roots)
+    # Division by a standard deviation closes the statistics that it was made of.
+    if deviation == -1 and name in _PRODUCTS:
         return replace(out, open=opened.difference(*(x.roots for x in scales)))
     opened |= roots_of(scales)
     return replace(out, open=opened) if not opened or _keeps(eqn, ins) else None
+
+
+def _deviation(eqn: JaxprEqn, ins: Sequence[Lies]) -> int:
+    """Returns p if the result has the factor s^p, where s is a batch norm's standard deviation."""
+    powers = [x.deviation for x in ins]
+    match eqn.primitive.name:
+        case "mul":
+            return sum(powers)
+        case "div":
+            return powers[0] - powers[1]
+        case "integer_pow":
+            return powers[0] * eqn.params["y"]
+        case _:
+            return next(filter(None, powers), 0)
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
@@ -103,6 +116,6 @@ def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
     if name == "div":  # linear in the dividend alone
         return ins[1].over is Over.NONE
     operands = zip(eqn.invars, ins, strict=True)
-    # A product is linear if one operand depends on examples, and a square if both are one value.
+    # A product is linear if only one operand depends on examples, a square if both are equal.
     moving = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
     return name == "mul" and len(moving) == 1

@@ -233,8 +233,8 @@ class Spreading:
             # scale: its batch norm is complete.
             before = open_of(ins)
             self.normalizing |= before - result.open
-            if not result.is_scale:
-                self.normalizing.update(*(x.roots for x in ins if x.is_scale))
+            if not result.deviation:
+                self.normalizing.update(*(x.roots for x in ins if x.deviation))
         return result
 
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:

@@ -94,7 +94,8 @@ class Lies:
             their results; None if the equation stays.
         open: the batch-norm statistics by which the value is centered but not yet scaled
             (`jvpipe.trace.normalized`).
-        is_scale: whether the value is a scale of a batch norm; a product with it closes statistics.
+        deviation: p, if the value has the factor s^p, where s is a batch norm's standard deviation;
+            a product closes statistics if its p is -1.
         excess: p, if the value is a sum over examples, times n^p.
         is_zero: whether the value is zero for any batch; a zero may count as any `over`.
     """
@@ -106,7 +107,7 @@ class Lies:
     divisor: int | None = None
     beside: Beside | None = None
     open: frozenset[Var] = frozenset()
-    is_scale: bool = False
+    deviation: int = 0
     excess: int = 0
     is_zero: bool = False
 

@@ -123,5 +123,10 @@ def test_what_the_run_did_not_have_is_refused() -> None:
     for changed, told in wrong:
         with pytest.raises(ValueError, match=told):
             jvpipe.replay(**given | changed)
+    one_step, state = begun(HERE, schedule="1f1b")
+    one_step.step(state, BATCH)
+    synchronous: dict[str, Any] = {"ledger": one_step.ledger, "pipe": one_step}
+    with pytest.raises(ValueError, match="synchronous schedule '1f1b'"):
+        jvpipe.replay(**given | synchronous)
     more: dict[str, Any] = {"batches": itertools.repeat(BATCH)}
     assert len(jvpipe.replay(**given | more)[1]) == 3 * MICRO

@@ -290,6 +290,36 @@ def test_a_batch_norm_divides_what_it_has_centered() -> None:
             spread(partial(bent, by), lambda outs: outs[1:])
 
 
+def test_a_batch_norm_divides_by_the_standard_deviation_once() -> None:
+    """A product with it, or with another power of it, is no batch norm."""
+
+    def scaled(
+        by: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        mean = jnp.mean(x, (0, 1))
+        less = x - mean[None, None]
+        variance = jnp.mean(less**2, (0, 1))
+        return by(less, variance[None, None] + 1e-5), mean, variance
+
+    sqrt, rsqrt = jnp.sqrt, jax.lax.rsqrt
+    for by in (
+        lambda x, v: x / sqrt(v),
+        lambda x, v: x * rsqrt(v),
+        lambda x, v: x * (2 / sqrt(v)),
+        lambda x, v: x * sqrt(v) ** -1,
+        lambda x, v: x / (1 / rsqrt(v)),
+    ):
+        assert not spread(partial(scaled, by), lambda outs: outs[1:])[0].open
+    for by in (
+        lambda x, v: x * sqrt(v),
+        lambda x, v: x / rsqrt(v),
+        lambda x, v: x / (sqrt(v) * sqrt(v)),
+        lambda x, v: x * sqrt(v) ** -2,
+    ):
+        with pytest.raises(CoupledError, match="reads examples from which a statistic of several"):
+            spread(partial(scaled, by), lambda outs: outs[1:])
+
+
 def test_a_loss_that_is_another_program_at_another_size_is_refused() -> None:
     with pytest.raises(CoupledError, match="other operations on 2 examples than on 6"):
         spread(lambda x: jnp.sin(x) if x.shape[0] > 2 else jnp.cos(x))

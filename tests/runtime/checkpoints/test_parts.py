@@ -271,5 +271,13 @@ def test_processes_that_read_different_checkpoints_are_told_apart(tmp_path: Path
         for end in ends
     )
     generations.delete(paths[1])
+    for _ in range(2):  # the second content is the same, but a newer generation
+        save_checkpoint(paths[1], held(0, 1.0), META | {"step": 0})
+    ends = outcomes(2, lambda hosts: open_together(hosts, paths[hosts.process]))
+    assert all(
+        str(end).startswith("the checkpoints differ between processes: generation is ")
+        for end in ends
+    )
+    generations.delete(paths[1])
     ends = outcomes(2, lambda hosts: open_together(hosts, paths[hosts.process]))
     assert str(ends[0]) == f"process 1 says: {paths[1]} holds no checkpoint that jvpipe saved"

@@ -19,7 +19,7 @@ from jvpipe.util.pattern import LARGEST, anything, compare, maybe, one_of_texts,
 _WHERE = "meta.json"
 _COUNT = whole_in(0, 2**31 - 1)
 _ANY = whole_in(-LARGEST)
-"""Any integer, for micro-batches and versions of weights in the ledger of versions. They are
+"""Any integer, for micro-batches and versions in the ledger (`engine/versions.py`). They are
 counted from the start of a step, so those of earlier steps are negative."""
 _USE = (
     one_of_texts((Kind.F, Kind.B, Kind.U)),
@@ -34,7 +34,7 @@ shift."""
 # A run has the uses of a step, and what to add to their micro-batches and versions. None stands for
 # a drain (`versions.py`).
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
-# The arrays by kind; the arrays that need a conversion (`Packed`); and the arrays of each part.
+# The kinds; the arrays that need a conversion (`Packed`); and the arrays of each part.
 _ARRAYS = {
     "kinds": [str],
     "keys": [(str, str, one_of_texts(IMPLEMENTATIONS))],
@@ -93,7 +93,8 @@ def check_array_table(meta: Mapping[str, Any]) -> None:
     """Raises ValueError if an entry that lists the arrays of the checkpoint is wrong."""
     if "kinds" not in meta:
         raise ValueError(f"{_WHERE} lacks kinds")
-    for name in _ARRAYS.keys() & meta.keys():
+    present = (name for name in _ARRAYS if name in meta)  # in order: an error names the first
+    for name in present:
         compare(f"{_WHERE}: {name}", meta[name], _ARRAYS[name])
     for file in meta.get("parts", ()):
         if not file or "/" in file or "\0" in file or file in (".", ".."):

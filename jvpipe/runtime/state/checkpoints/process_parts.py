@@ -155,7 +155,7 @@ def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
     """
     saved = read_together(hosts, partial(open_checkpoint, path))
     if hosts is not None:
-        content = [("folder", saved.folder.name), ("meta.json", json.dumps(saved.meta))]
+        content = [("generation", saved.generation.name), ("meta.json", json.dumps(saved.meta))]
         hosts.agree("the checkpoints", content)
     share = (hosts.process, hosts.count) if hosts is not None else (0, 1)
     read_together(hosts, partial(saved.check, *share))
