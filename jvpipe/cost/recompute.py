@@ -36,9 +36,10 @@ from jvpipe.trace.inline import merged_equations
 class Recompute:
     """The candidates of a layer, and what dropping them costs.
 
-    Only n candidates matter: those that the backward reads, those that are read to recompute them,
-    and so on. All attributes except the first number them from 0 to n - 1. Only those equations
-    matter that take time and are repeated for some sets of kept candidates, but not for all.
+    Only n candidates matter: those that the backward reads, those that are read to recompute the
+    first ones, and so on. All attributes except the first number them from 0 to n - 1. Equations
+    matter only if they take time and are repeated for some sets of kept candidates, but not for
+    all.
 
     Attributes:
         candidates: the names of all candidates of the layer.
@@ -177,7 +178,7 @@ class Recompute:
         weights[list(self.free)] = 0.0
         total = weights.sum() + self.seconds.sum()
         scale = OPTIONS.flow_units / max(total, 1e-300)
-        # Such an edge exceeds all finite capacities together, so no minimum cut contains it.
+        # More than all finite capacities together, so no minimum cut contains an endless edge.
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
         for c in range(n):

@@ -17,8 +17,9 @@ A kernel takes (Williams et al., "Roofline", CACM 2009)
                  bytes read and written / rate of memory)
 
 On a device with a tiling, `tiling.py` gives the first of the three terms. In a framework that does
-not fuse, each equation has a kernel, except aliases, and values that their readers make, such as
-broadcasts. A program takes at least the time that its host needs to launch all kernels.
+not fuse, each equation has a kernel, except aliases, and except broadcasts and the like, which each
+reader computes for itself. A program takes at least the time that its host needs to launch all
+kernels.
 """
 
 import math

@@ -68,7 +68,7 @@ def _kind(device: Device) -> str:
 def slowness_by_kind(
     devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], Slowness]
 ) -> list[Slowness]:
-    """Returns the slowness of each device, found once per kind; empty for the first one's kind.
+    """Returns the slowness of each device, found once per kind; empty for the first device's kind.
 
     Args:
         devices: the devices; the others are compared with the first one.

@@ -70,7 +70,8 @@ class ModelPlanner:
         settings: what the user asked for.
         bench: times programs.
         cutter: cuts the optimizer for the layers of a trace.
-        leaves: make the parameters or put them on devices; this memory counts, too.
+        leaves: by name, objects that make the parameters or put them on devices. The memory that
+            this takes counts, too.
     """
 
     settings: Settings
