@@ -41,7 +41,7 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
 def measured_slowness(
     devices: Sequence[Device], measured_on: Callable[[Device], Costs], costs: Costs
 ) -> list[Slowness]:
-    """Returns how many times longer than the first device each device takes for each layer.
+    """Returns, for each device and layer, how many times longer the device takes than the first.
 
     Args:
         devices: the devices; those of other processes are compared by their products per second.

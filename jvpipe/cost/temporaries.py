@@ -101,7 +101,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = layouts.with_copies(steps)
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
-    # By value: the first step that writes it, and the last step that reads it.
+    # These have, for each value, the first step that writes it and the last step that reads it.
     first: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for i, step in reversed([*enumerate(steps)]):
@@ -190,7 +190,7 @@ def _summed_across(program: KernelProgram) -> dict[Var, set[Var]]:
 
     Returns the reductions of each value. Values that reach memory anyway are left out.
     """
-    # By value and reduction of it, the axes of the reduction.
+    # For each value and each reduction of this value, the axes of the reduction.
     axes: defaultdict[Var, dict[Var, Shape]] = defaultdict(dict)
     dear: set[Var] = set()
     for eqn in program.eqns:

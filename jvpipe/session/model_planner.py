@@ -246,7 +246,7 @@ class ModelPlanner:
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
-        """Plans with the cuts inside layers that an earlier process chose; None without any."""
+        """Plans with cuts inside layers that an earlier process chose; None if none can be used."""
         splits = self.bench.archive.find(*question)
         if splits is None:
             return None

@@ -80,7 +80,7 @@ class _Asker:
     Args:
         planner: the name of the planner.
         places: the device of each stage.
-        fixed: unlike devices stay in the order that they have.
+        fixed: whether devices that differ in speed or memory ("unlike" devices) keep their order.
         held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
     """
 
@@ -241,7 +241,7 @@ def decide(
         problem: the problem for the planner.
         places: the device of each stage.
         held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
-        fixed: unlike devices stay in the order that they have.
+        fixed: whether devices that differ in speed or memory ("unlike" devices) keep their order.
 
     Raises:
         MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
@@ -320,7 +320,7 @@ class ChosenShape:
 
 
 def decide_shape(planner: str, shapes: Shapes, held_bytes_of: HeldBytes) -> ChosenShape | str:
-    """Asks the planner for shapes until a run of its plan keeps the limit.
+    """Asks the planner for shapes (which devices each stage has) until a run keeps the limit.
 
     Args:
         planner: the name of the planner.
