@@ -42,6 +42,7 @@ def recomputes(
     """Finds, for each layer, what it costs to drop candidates; the roofline estimates seconds.
 
     A candidate that is neither kept nor swapped is dropped. The backward recomputes it if needed.
+
     Layers with equal programs share one `Recompute`.
 
     Args:

@@ -110,7 +110,7 @@ def _convolution(eqn: JaxprEqn) -> Product:
     if dense and kernel[2:] == [3, 3]:
         three = "kernel"
     elif dense and result[2:] == [3, 3] and math.prod(kernel[2:]) > 9:
-        # The gradient of a 3 x 3 kernel is a convolution whose kernel is the cotangent of an image.
+        # The gradient of a 3 x 3 kernel is a convolution; its kernel is the cotangent of an image.
         three = "result"
     # Rows are the pixels of all images of the result.
     pixels = result[0] * math.prod(result[2:])

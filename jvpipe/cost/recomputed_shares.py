@@ -1,4 +1,4 @@
-"""Estimates which share of each backward's time goes to values that its forward did not keep.
+"""Estimates which share of each backward's time goes to recomputing values that were not kept.
 
 A forward that runs again as a task of its own is measured by itself. But a backward that recomputes
 values inside is measured as a whole. So the share is estimated from two backwards by the roofline:

@@ -56,7 +56,7 @@ DEAR = (*_EXPONENTIALS, *_SPECIAL)
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
-# These equations read only a part of their operand, which is as large as their result.
+# These equations read only a part of their operand. The part is as large as their result.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
 POOLS = _words(

@@ -101,7 +101,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = layouts.with_copies(steps)
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
-    # These have, for each value, the first step that writes it and the last step that reads it.
+    # For each value, `first` has the first step that writes it, `last` the last that reads it.
     first: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for i, step in reversed([*enumerate(steps)]):

@@ -101,7 +101,7 @@ class Forecast:
     @property
     def outline(self) -> Outline | None:
         """The outline of the model, for the micro-batches of the best plan; None for a profile."""
-        # If the planner chose the shape, the costs are for a whole batch, not for a micro-batch.
+        # If the planner chose the shape, the costs' outline is of another number of micro-batches.
         outline = self.problem.costs.outline
         return outline and replace(outline, microbatches=self.microbatches)
 
