@@ -159,7 +159,7 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         count = if_finite(state.updates + 1, 0)
         grows = count >= growth_updates
         grown = jnp.where(grows & jnp.isfinite(scale * 2), scale * 2, scale)
-        # A scale of at most 1 stays.
+        # A scale of at most 1 is not halved.
         halved = jnp.maximum(scale / 2, jnp.minimum(scale, 1.0))
         change = if_finite(grown, halved) - scale
         # The pipeline adds updates to parameters, so the scale's entry must be a change, too.

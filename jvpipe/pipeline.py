@@ -65,8 +65,8 @@ class Pipeline(Trainer):
         memory_limit: bytes, or a text such as "16GiB", for each device; or a sequence with
             one limit per device. By default, the memory that each device reports, if it
             reports any.
-        host_memory_limit: the limit of the host memory for all devices together, which
-            holds swapped values and arrays that `update_model` parks there.
+        host_memory_limit: how much host memory all devices together may use for swapped
+            values, and for arrays that `update_model` parks there.
         fates: the fates of tensors: "keep", "swap" (to host memory) or "recompute", by
             patterns of tensor names, as in `{"*/attention/*": "swap"}`.
         checkpoint: for which micro-batches a stage recomputes everything from its input:
@@ -113,8 +113,8 @@ class Pipeline(Trainer):
             and without a limit all state is kept.
         whole_layers: recompute whole layers, each by the program that ran its forward before.
             Results then do not depend on fates on any platform, because each layer has the same
-            programs under all of them. On CPUs they never do. A layer is recomputed as a
-            whole if any of its values has the fate "recompute".
+            programs under all fates. (On CPUs, results never depend on fates.) A layer is
+            recomputed as a whole if any of its values has the fate "recompute".
         has_aux: the loss also returns auxiliary values.
         has_state: the loss takes and returns a model state, such as statistics of batch
             norms.

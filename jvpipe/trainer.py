@@ -76,8 +76,8 @@ class Trainer:
 
         Args:
             params: a pytree of arrays, in which each `jvpipe.LazyArray` is read only when
-                it is placed; or a function `key -> params`, of which each leaf is computed on
-                the device that will hold it.
+                it is placed; or a function `key -> params`. Each leaf of the function's
+                result is computed on the device that will hold it.
             batch: a batch, or its shapes.
             rng: the key of the run.
             model_state: the model state, if the loss has one (`has_state`).
@@ -230,7 +230,8 @@ class Trainer:
         Random keys stay keys. The state of stacked layers is stacked. A leaf that depends only
         on the gradient of a frozen parameter is `optax.MaskedNode()`. Optimizer state
         may hold averaged parameters, which `evaluate(state, batch, params=...)` takes.
-        In flight, stages have made updates of their own number, and a step count is that of one.
+        For a state in flight, stages have made different numbers of updates. A leaf such as a step
+        count then has the value of one stage.
         """
         leaves = self.session.host_values(state, ValueKind.OPTIMIZER)
         optimizer = self.session.compiled.optimizer
@@ -243,8 +244,8 @@ class Trainer:
 
         Args:
             state: the newest state, which is consumed.
-            tree: the tree that `optimizer_state` returns, with changes. In flight, leaves that
-                have not changed stay as they are on each stage.
+            tree: the tree that `optimizer_state` returns, with changes. If `state` is in flight,
+                leaves that have not changed keep the value that they have on each stage.
 
         Raises:
             ValueError: the tree's leaves, shapes or types are not those of this optimizer's state.

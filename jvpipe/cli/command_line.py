@@ -305,8 +305,8 @@ def _over(*sources: Mapping[str, Any]) -> TrainOptions:
     """Returns the options of several mappings; a later value replaces an earlier one.
 
     For an option that may be given several times, the values of all mappings are joined instead.
-    A value that comes twice counts once, where it came last: a resumed run may get the command
-    line that began it.
+    A value that occurs twice is kept once, at its last place, because a resumed run may repeat the
+    command line with which it began.
     """
     joined: dict[str, Any] = {}
     for source in sources:

@@ -87,7 +87,7 @@ class Job:
     ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
         """Trains for some steps; yields the state, the metrics and block names after each step.
 
-        Only an architecture search yields block names: those of the architecture.
+        The block names are those of the trained architecture; empty without an architecture search.
         """
         if self.search is None:
             plain = self.pipe.run(state, self.data.train, steps)

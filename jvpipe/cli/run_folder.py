@@ -194,7 +194,7 @@ class RunDir:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Adds advice to a DamageError, raised in the context, about the last checkpoint.
+        """Adds advice to a DamageError that the context raises about the last checkpoint.
 
         The advice names the newest whole checkpoint before the last one, or says that none exists.
         """
@@ -209,7 +209,7 @@ class RunDir:
             raise DamageError(f"{damage}; {advice}") from damage
 
     def check_last(self) -> None:
-        """Raises DamageError if the last checkpoint has the state of another step than its name."""
+        """Raises DamageError if the last checkpoint has another step's state than its name says."""
         for path in self.checkpoints()[-1:]:
             _check_step(path)
 

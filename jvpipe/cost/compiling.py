@@ -31,7 +31,7 @@ _OTHERS = {
     "cuda": ("--xla_cpu_", "--xla_tpu_"),
     "tpu": ("--xla_cpu_", "--xla_gpu_", "--xla_force_host_"),
 }
-"""By platform, the prefixes of flags that its compiler does not know. It would exit at such a flag.
+"""By platform, the prefixes of flags that its compiler does not know, and at which it would exit.
 """
 _BETWEEN_S = 10.0
 """The least seconds between two lines of the log about progress."""
@@ -58,8 +58,8 @@ class Sizes:
     def of(numbers: Sequence[float]) -> "Sizes":
         """Makes sizes from the numbers that a child sends and the archive keeps.
 
-        Five totals come first, of which the fourth is that of the temporaries; then the number of
-        arguments, then the bytes of each argument and of each result.
+        The numbers are: five totals, the fourth of which is the bytes of temporaries; the number of
+        arguments; and the bytes of each argument and of each result.
 
         >>> sizes = Sizes.of([8.0, 4.0, 0.0, 2.0, 1.0, 2.0, 4.0, 4.0, 4.0])
         >>> sizes.temp_size_in_bytes, sizes.each_argument, sizes.each_result

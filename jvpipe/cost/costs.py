@@ -83,8 +83,8 @@ class LayerCost:
             the last one recomputes the most.
         parameter_bytes: bytes of one version of its trained parameters, without tied ones
             (`Shared`). A stage may hold several versions.
-        gradient_bytes: bytes of its gradients. The layer of the loss also counts the losses and aux
-            values that a step collects.
+        gradient_bytes: bytes of its gradients. For the layer of the loss, they include the losses
+            and aux values that a step collects.
         optimizer_bytes: bytes of all that lasts between steps and has only one version: the state
             of the optimizer, and the model state, captured arrays and frozen parameters that no
             other layer uses.
@@ -149,13 +149,12 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The bytes of a value that a stage with any of `layers` holds once.
+    """The bytes of a value that several `layers` use; a stage with any of them holds it once.
 
     A value that belongs to a micro-batch, such as a tensor that several backwards read, counts per
     micro-batch in flight. With `per_version`, a value counts once for each version of the
-    parameters. Such values are parameters that several layers read (tied parameters, which are not
-    part of any layer's `parameter_bytes`), and the model state and captured arrays of several
-    layers.
+    parameters. These values are tied parameters, which several layers read and no layer's
+    `parameter_bytes` include, and model state and captured arrays that several layers use.
     """
 
     layers: tuple[int, ...]

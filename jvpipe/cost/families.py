@@ -1,4 +1,4 @@
-"""The shares of the rates in data sheets that families of devices reach, with the sources.
+"""What share of the rates in its data sheet a device reaches, by family, with the sources.
 
 A family is a set of devices that are assumed to reach the same shares of their makers' figures. A
 constant belongs to a family, not to one device. So a device that has not been measured can use the

@@ -9,9 +9,9 @@ yields all of them.
 Options are compared by four numbers: bytes kept, bytes swapped, and the backward's extra seconds
 and extra bytes. One option beats another if it is better in at least one number and worse in none.
 The options that no other option beats are the frontier, which need not be convex. If the frontier
-has more options than a layer may have (`OPTIONS.options`), `_thinned` chooses among them. It takes
-the options that are best at various prices of kept and of swapped bytes, and then those that are
-farthest from all chosen ones.
+has more options than a layer may have (`OPTIONS.options`), `_thinned` chooses among them. First, it
+chooses the options that are best at various prices of kept and of swapped bytes. Then it adds, one
+after another, the option that differs most from all options chosen so far.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ def recomputes(
     nothing: Sequence[LayerPrograms],
     device: Accelerator,
 ) -> list[Recompute]:
-    """Finds what dropping candidates costs each layer, with seconds by the roofline.
+    """Finds, for each layer, what it costs to drop candidates; the roofline estimates seconds.
 
     A candidate that is neither kept nor swapped is dropped. The backward recomputes it if needed.
 

@@ -122,7 +122,7 @@ class Accelerator:
         return self.flops_per_s[listed] / (2 if is_double else 1)
 
     def listed_dtype(self, dtype: str) -> str:
-        """Returns the dtype in `flops_per_s` from whose rate that of a dtype follows."""
+        """Returns the key of `flops_per_s` for a dtype: the dtype itself, or a similar dtype."""
         # Both types of 16 bits run on the same units. Types of double precision are assumed to
         # run at half the rate of float32, and all other types at the rate of float32.
         names = (dtype, _SUBSTITUTES.get(dtype, dtype))

@@ -67,7 +67,7 @@ def peak_bytes(buffers: Sequence[HeapBlock], scratch_bytes: int) -> int:
     Args:
         buffers: the buffers of a program that do not lie in results.
         scratch_bytes: the on-chip memory of a TPU. Small buffers lie there as far as they fit, and
-            only the rest of them counts.
+            only the bytes that do not fit count.
 
     >>> peak_bytes([HeapBlock(4, 0, 1), HeapBlock(4, 1, 2), HeapBlock(2, 2, 2)], 0)
     8

@@ -1,11 +1,12 @@
-"""The costs of a model at any local batch: the examples of a micro-batch that one replica works on.
+"""The costs of a model at any local batch: one replica's share of the examples of a micro-batch.
 
-Costs are known at a few sizes of local batches. For another size, each number that depends on
-the batch lies on the line through the costs at two sizes: the one below and the one above, or
-else the nearest two. The line need not pass through 0, so a small local batch may cost more per
-example than a large one. If only one size is known, these numbers are in proportion to the
-number of examples b. A layer has the options of the larger of the two sizes. Their bytes are
-scaled like those of the first option, and their extra seconds like those of the forward.
+Costs are known at a few sizes of local batches. For another size, each number that depends on the
+batch lies on the line through the costs at two known sizes: the next smaller and the next larger
+size or, beyond the known sizes, the nearest two. The line need not pass through 0, so a small local
+batch may cost more per example than a large one. If only one size is known, these numbers are in
+proportion to the number of examples b. A layer has the options of the larger of the two sizes.
+Their bytes are scaled like those of the first option, and their extra seconds like those of the
+forward.
 """
 
 from bisect import bisect_left

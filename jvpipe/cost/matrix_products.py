@@ -22,9 +22,9 @@ class Product:
 
     Attributes:
         itemsizes: the bytes of an element of the left operand, the right operand and the result.
-        three: the array of 3 x 3 pixels in a dense convolution (without stride or dilation): the
-            kernel, or the result if the result is the gradient of a kernel. None for convolutions
-            without such an array, and for products of matrices.
+        three: which array of a dense convolution (without stride or dilation) has 3 x 3 pixels:
+            the kernel, or the result if the result is the gradient of a kernel. None if neither
+            has, and for products of matrices.
     """
 
     b: int
@@ -110,7 +110,7 @@ def _convolution(eqn: JaxprEqn) -> Product:
     if dense and kernel[2:] == [3, 3]:
         three = "kernel"
     elif dense and result[2:] == [3, 3] and math.prod(kernel[2:]) > 9:
-        # The gradient of a kernel of 3 x 3 slides over the images the cotangents of a whole image.
+        # The gradient of a 3 x 3 kernel is a convolution; its kernel is the cotangent of an image.
         three = "result"
     # Rows are the pixels of all images of the result.
     pixels = result[0] * math.prod(result[2:])

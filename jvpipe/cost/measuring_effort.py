@@ -16,8 +16,8 @@ class MeasuringEffort:
             its least seconds of all turns, so a slow moment of the machine in one turn does no
             harm.
         runs: the runs of each program in a turn, after one run that warms up.
-        long_s: programs that take longer than this run in the first turn only, where they have two
-            runs after the one that warms up.
+        long_s: a program that takes at least these seconds runs only in the first turn, where two
+            runs follow the one that warms up.
         copies: the copies of each size over a link between devices, or between device and host,
             after one copy that warms up.
         shared: two copies count as sharing a link if both at once take more than this many times as

@@ -323,8 +323,8 @@ class _Model:
     def passing_forward_bytes(self, layer: Layer) -> int:
         """Counts the bytes that are alive while a layer's forward runs, and are not held.
 
-        These are tensors that no backward reads, leaves of the batch, seeds and leaves of the
-        state that this layer's own backward does not read, and aux values that the layer makes.
+        They are tensors that no backward reads; aux values that the layer makes; and leaves of the
+        batch, seeds and leaves of the state, unless this layer's own backward reads them.
         """
         total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():

@@ -36,9 +36,10 @@ from jvpipe.trace.inline import merged_equations
 class Recompute:
     """The candidates of a layer, and what dropping them costs.
 
-    Only n candidates matter: those that the backward reads, those that are read to recompute them,
-    and so on. All attributes except the first number them from 0 to n - 1. Only those equations
-    matter that take time and are repeated for some sets of kept candidates, but not for all.
+    Only n candidates matter: those that the backward reads, those that are read to recompute the
+    first ones, and so on. All attributes except the first number them from 0 to n - 1. Equations
+    matter only if they take time and are repeated for some sets of kept candidates, but not for
+    all.
 
     Attributes:
         candidates: the names of all candidates of the layer.
@@ -119,7 +120,7 @@ class Recompute:
         return self._pareto({self.dropping(kept)[0] for kept in tried})
 
     def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
-        """Returns the subsets that take fewer seconds than all others of no more bytes.
+        """Returns each subset that takes fewer seconds than every other subset of no more bytes.
 
         If subsets are equal in bytes and seconds, only one of them is returned.
         """
@@ -177,7 +178,7 @@ class Recompute:
         weights[list(self.free)] = 0.0
         total = weights.sum() + self.seconds.sum()
         scale = OPTIONS.flow_units / max(total, 1e-300)
-        # Such an edge exceeds all finite capacities together, so no minimum cut contains it.
+        # No minimum cut contains an endless edge: it exceeds the sum of all finite capacities.
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
         for c in range(n):
@@ -188,7 +189,7 @@ class Recompute:
             repeated = self.behind[c].nonzero()[0]
             edges += [(again, equation[e], endless) for e in repeated]
         for e in range(columns):
-            # At least one unit, so that an equation whose seconds round to 0 still costs something.
+            # The capacity is at least 1, so an equation whose seconds round to 0 is not free.
             capacity = max(int(self.seconds[e] * scale), 1)
             edges.append((equation[e], sink, capacity))
         tails, heads, capacities = (np.array(x, np.int32) for x in zip(*edges, strict=True))

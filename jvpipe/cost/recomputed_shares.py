@@ -1,4 +1,4 @@
-"""Estimates the share of each backward's time that recomputes values that its forward did not keep.
+"""Estimates which share of each backward's time goes to recomputing values that were not kept.
 
 A forward that runs again as a task of its own is measured by itself. But a backward that recomputes
 values inside is measured as a whole. So the share is estimated from two backwards by the roofline:
@@ -22,7 +22,7 @@ def recomputed_shares(
     plan: Plan,
     device: Accelerator,
 ) -> list[float]:
-    """Estimates, for each layer, the share of its backward's time that recomputes values.
+    """Estimates, for each layer, which share of its backward's time goes to recomputing values.
 
     Args:
         store: the store of the layers' programs.

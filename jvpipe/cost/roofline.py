@@ -17,8 +17,9 @@ A kernel takes (Williams et al., "Roofline", CACM 2009)
                  bytes read and written / rate of memory)
 
 On a device with a tiling, `tiling.py` gives the first of the three terms. In a framework that does
-not fuse, each equation has a kernel, except aliases, and values that their readers make, such as
-broadcasts. A program takes at least the time that its host needs to launch all kernels.
+not fuse, each equation has a kernel, except aliases, and except broadcasts and the like, which each
+reader computes for itself. A program takes at least the time that its host needs to launch all
+kernels.
 """
 
 import math
@@ -39,13 +40,13 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# The result counts as another name of the operand, so there is no kernel. For a transpose this
-# assumes that its readers read the operand in another order.
+# These equations have no kernel: their result counts as another name of their operand. For a
+# transpose, this assumes that its readers read the operand in another order.
 _ALIASES = _words(
     "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name "
     "stop_gradient copy copy_p reduce_precision sharding_constraint transpose"
 )
-# There is no kernel: each kernel that reads the result computes it while reading.
+# These equations have no kernel: each kernel that reads their result computes it while reading.
 _MADE_ON_READING = _words("broadcast_in_dim iota")
 _EXPONENTIALS = _words("exp exp2 log log1p expm1 tanh logistic sin cos pow")
 _SPECIAL = _words("erf erfc erf_inv lgamma digamma tan atan2")
@@ -55,7 +56,7 @@ DEAR = (*_EXPONENTIALS, *_SPECIAL)
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
-# These read only a part of their operand. The part is as large as their result.
+# These equations read only a part of their operand. The part is as large as their result.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
 POOLS = _words(

@@ -1,7 +1,8 @@
 """Joins siblings, which a GPU runs as one kernel: steps over one shape that read the same array.
 
-Each step joins the first group of siblings that it may join. It may not if it waits for the group
-or the group waits for it, because the joined step would wait for itself, as here for a and c:
+Each step joins the first group of siblings that it may join. It may not join a group if either one
+waits for the other, because the joined step would wait for itself. In this example, c waits for a
+by way of b, so a and c may not be joined although both read x:
 
     a: reads x, writes y        b: reads y, writes z        c: reads x and z
 """
@@ -70,7 +71,7 @@ def _may_join(
     group_waits = behind[group[0]] >> i & 1
     if step_waits or group_waits:
         return False
-    # A large array has at least as many elements as the loop has rounds.
+    # Siblings share a large array: one with at least as many elements as the loop has rounds.
     least = math.prod(step.loop)
     shared = (v for j in group for v in step.reads & steps[j].reads)
     return any(_jax.aval(v).size >= least for v in shared)

@@ -41,7 +41,7 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
 def measured_slowness(
     devices: Sequence[Device], measured_on: Callable[[Device], Costs], costs: Costs
 ) -> list[Slowness]:
-    """Returns how many times longer than the first device each device takes for each layer.
+    """Returns, for each device and layer, how many times longer the device takes than the first.
 
     Args:
         devices: the devices; those of other processes are compared by their products per second.
@@ -68,7 +68,7 @@ def _kind(device: Device) -> str:
 def slowness_by_kind(
     devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], Slowness]
 ) -> list[Slowness]:
-    """Returns the slowness of each device, found once per kind; empty for the first one's kind.
+    """Returns the slowness of each device, found once per kind; empty for the first device's kind.
 
     Args:
         devices: the devices; the others are compared with the first one.

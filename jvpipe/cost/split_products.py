@@ -16,8 +16,8 @@ from jvpipe.cost.matrix_products import Product
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5
 _FEW_OPERATIONS = 240  # multiply-adds per 32 bytes moved; a product with fewer has few operations
-# Least lengths of a part. A part in a product with few operations may even be half as long, because
-# the number of parts is rounded up to a power of two.
+# Least lengths of a part. In a product with few operations, a part may be down to half as long,
+# because the number of parts is rounded up to a power of two.
 _SHORTEST, _SHORTEST_OF_FEW = 1220, 768
 _MOST_PARTS = 128
 

@@ -10,7 +10,8 @@ CPUs only the first rule holds.
                that no other kernel reads, the value lies in the result's memory; a product that is
                added to an input is summed up in place
     twins      two equations that compute the same value become one
-    sums       a reduction of a reduction of the same kind is one kernel
+    sums       a reduction that alone reads the result of another reduction of its kind is computed
+               in the same kernel
     early      a kernel that writes only results runs right after the kernels that it reads from
 
 On a GPU:
@@ -31,7 +32,7 @@ On a TPU, where the bytes are those that arrays take in tiles (`tiles.py`):
 
     halves     float32 values that only unbatched products read are bfloat16, because a TPU
                multiplies float32 as bfloat16; what a batched product reads counts as float32,
-               because its copies take the bytes that bfloat16 saves
+               because the product's copies take as many bytes as bfloat16 would save
     relaid     an input that elementwise kernels read is copied in two cases: it has the shape of a
                batch of products, or another layout between programs (`tpu_layouts.py`)
     twice      a product of at least 128 rows with a transposed operand, such as an embedding table,
@@ -100,7 +101,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = layouts.with_copies(steps)
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
-    # By value: the first step that writes it, and the last step that reads it.
+    # For each value, `first` has the first step that writes it, `last` the last that reads it.
     first: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for i, step in reversed([*enumerate(steps)]):
@@ -163,9 +164,7 @@ def _turned_scatters(program: KernelProgram) -> set[Var]:
 
 
 def _copies_filter(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation is a convolution of images with channels last whose filter has
-    its channels elsewhere.
-    """
+    """Tells whether an equation convolves images with channels last by a filter of other layout."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     numbers = eqn.params["dimension_numbers"]
@@ -191,7 +190,7 @@ def _summed_across(program: KernelProgram) -> dict[Var, set[Var]]:
 
     Returns the reductions of each value. Values that reach memory anyway are left out.
     """
-    # By value and reduction of it, the axes of the reduction.
+    # For each value and each reduction of this value, the axes of the reduction.
     axes: defaultdict[Var, dict[Var, Shape]] = defaultdict(dict)
     dear: set[Var] = set()
     for eqn in program.eqns:
@@ -285,8 +284,8 @@ def _rooms(
 ) -> Iterator[Room]:
     """Yields the results in whose memory buffers may lie: those that do not overwrite an input.
 
-    A result's memory is in use from the step that first writes the result, or a value in
-    its place.
+    A result's memory is in use from the step that writes the result, or from an earlier step that
+    writes a value into that memory.
     """
     free = set(program.results)
     for eqn in program.named(*_ADDED):

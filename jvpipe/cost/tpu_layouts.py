@@ -46,8 +46,8 @@ class TpuLayouts:
     def with_copies(self, steps: Sequence[KernelStep]) -> list[KernelStep]:
         """Returns steps with their copies.
 
-        A convolution also needs a copy of its result that has examples along the rows of tiles. The
-        first reader of a relaid input also writes the input's copy.
+        A convolution also copies its result into a layout with examples along the rows of tiles.
+        The first reader of a relaid input also writes the input's copy.
         """
         copying = []
         without_copy = self.relaid

@@ -1,7 +1,7 @@
 """Converts plans of stacks to layouts and back; a stack is an embedding, equal blocks and a head.
 
 Most other systems can cut only stacks, and only between blocks. A `Layout` has the parts of a plan
-that they can express: how many blocks each stage has, and how many of them it recomputes. The
+that these systems can express: how many blocks each stage has, and how many it recomputes. The
 formats in this folder write a plan as the nearest layout (`layout_of`), and read a layout as a plan
 (`stacked_plan`).
 """

@@ -89,7 +89,8 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
     Args:
         planner: the name of the planner.
-        shapes: the shapes to choose from.
+        shapes: the shapes to choose from. A shape says which devices each stage has, and how many
+            examples a micro-batch has.
 
     Raises:
         Infeasible: no plan keeps the limits; the error has a limit that some plan keeps.

@@ -133,8 +133,8 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    # AR_s minus the backwards of the stages before s. Plus B_a for all a <= Q, this is the term of
-    # s <= Q in T_e.
+    # Entry s is AR_s minus the backwards of all stages before s. With the sum of B_a for a <= Q
+    # added, it is the term of T_e for s <= Q.
     from_start_s = []
     for stage, up_to_s in zip(stages, backward_s, strict=True):
         from_start_s.append(stage.reduce_s - up_to_s + stage.backward_s)

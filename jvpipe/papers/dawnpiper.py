@@ -126,7 +126,7 @@ class BinaryPartition:
 
     def compute_balanced(self, of: Halving) -> int:
         """Finds cb: the bound whose sides have the most nearly equal seconds per stage."""
-        # The running seconds at which the left side has its share.
+        # The sum of seconds up to a bound that would give the left side exactly its share.
         first_s = self.seconds[of.p]
         inside_s = self.seconds[of.q] - first_s
         share = first_s + inside_s * of.left / (of.left + of.right)

@@ -53,7 +53,7 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's items, without those that are in no respect better than another item."""
+    """Lists each layer's items, without those that another item equals or beats in all respects."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         choices = *range(len(layer.options)), RECOMPUTE

@@ -163,8 +163,8 @@ class _Program:
             # Either one stage is on all m parts, or a pipeline is on the first m - last parts and
             # a stage on the others.
             cost = self._stage_cost(k, behind, m, m)[:rows]
-            # Where the last stage begins, and on how many parts it runs. `stages` traces all stages
-            # back from these arrays.
+            # `begins` and `parts` say where the last stage begins, and on how many parts it runs.
+            # `stages` traces all stages back from these arrays.
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):

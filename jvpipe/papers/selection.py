@@ -225,7 +225,7 @@ class Selection:
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Tells whether a change fits the host, and its link stays no busier than the device."""
+        """Tells whether the host has room, and the link to it stays no busier than the device."""
         is_hidden = self.link_s(change.swapped_bytes) <= self.compute_s
         return is_hidden and self.host_has_room(change)
 

@@ -103,9 +103,9 @@ def topological_order(
 def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
     """Finds a cycle among the nodes that never became ready.
 
-    Each of these nodes is the target of an edge from one of them. So a walk from target to source
-    never ends, and reaches some node a second time. The nodes between the two visits, in reverse,
-    are a cycle.
+    Each of these nodes is the target of an edge whose source is also one of these nodes. So a walk
+    from target to source never ends, and reaches some node a second time. The nodes between the two
+    visits, in reverse, are a cycle.
     """
     source_of: dict[int, int] = {}
     for source, target in edges:

@@ -1,7 +1,7 @@
 """Divides a graph into pieces, the smallest sets of nodes between which a stage may end.
 
-A class is a set of nodes that must share a device. A piece consists of whole classes and of all
-nodes between theirs:
+A class is a set of nodes that must share a device. A piece consists of whole classes, and of all
+nodes on paths between the nodes of these classes:
 
     1 -> 2 -> 3 -> 4        1 and 3 are a class and 2 lies between them, so the pieces are
     ^- class -^             (1, 2, 3) and (4)

@@ -124,7 +124,7 @@ class Adapter:
             monitor: holds the marks of the step.
             compiled: the plan under which the whole step ran.
             step: the step's number.
-            stream_steps: how many steps a stream (a run without flushes) has had after this one.
+            stream_steps: how many steps the stream (a run without flushes) has had, with this one.
         """
         self._stream_steps = stream_steps
         if not self._thread or monitor is None:

@@ -33,7 +33,7 @@ Limits = int | tuple[int, ...] | None
 """The bytes that devices may hold: one limit for all devices, or one for each. None stands for the
 limits that devices report; for absent hardware, None stands for all of its memory."""
 PER_LAYER = "per_layer"
-"""With this value, the optimizer sees parameters of scanned layers as one array per layer."""
+"""A value of `stacked`: the optimizer sees parameters of scanned layers as one array per layer."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
 """The default numbers of stages and micro-batches, both in `Pipeline` and in `plan_for`."""
 

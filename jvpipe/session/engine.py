@@ -412,10 +412,10 @@ class Engine:
         return replace(state, arrays=arrays)
 
     def _changed(self, state: State, leaves: Sequence[Any]) -> list[int]:
-        """Lists the leaves of an optimizer state that are not as `host_values` returns them.
+        """Lists the leaves of an optimizer state that differ from those that `host_values` returns.
 
-        In flight each stage has made updates of its own number, so that a leaf such as a step count
-        has another value on each. Only a leaf that the user changed gets one value everywhere.
+        In a stream, stages have made different numbers of updates, so a leaf such as a step count
+        differs between stages. Only a leaf that the user changed gets the same value on all stages.
         """
         present = self.host_values(state, ValueKind.OPTIMIZER)
         changed = []

@@ -100,8 +100,8 @@ class Forecast:
 
     @property
     def outline(self) -> Outline | None:
-        """The outline of the model, for the micro-batches of the best plan; None of a profile."""
-        # The costs may be those of a whole batch, of which each shape takes its share.
+        """The outline of the model, for the micro-batches of the best plan; None for a profile."""
+        # If the planner chose the shape, the costs' outline is of another number of micro-batches.
         outline = self.problem.costs.outline
         return outline and replace(outline, microbatches=self.microbatches)
 

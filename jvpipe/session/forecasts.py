@@ -98,8 +98,8 @@ def plan_for(
         stacked: how the optimizer sees stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that are not updated, as `jvpipe.Pipeline` takes them.
         state_fates: where the optimizer's state is between updates, by patterns of parameters. By
-            default, a planner that chooses fates decides, unless several planners are given: state
-            is on the host if no other plan fits, or if copying it takes less time than the
+            default, the planner decides if it is the only one and chooses fates. It puts state on
+            the host if no other plan fits, or if copying the state takes less time than the
             recomputations that would make room for it.
         whole_layers: whether to recompute only whole layers, as `jvpipe.Pipeline` takes it.
         compile: True for the compiler of the hardware, or the name of a compile target,

@@ -70,7 +70,8 @@ class ModelPlanner:
         settings: what the user asked for.
         bench: times programs.
         cutter: cuts the optimizer for the layers of a trace.
-        leaves: make the parameters or put them on devices; this memory counts, too.
+        leaves: by name, objects that make the parameters or put them on devices. The memory that
+            this takes counts, too.
     """
 
     settings: Settings
@@ -245,7 +246,7 @@ class ModelPlanner:
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
-        """Plans with the cuts inside layers that an earlier process chose; None without any."""
+        """Plans with cuts inside layers that an earlier process chose; None if none can be used."""
         splits = self.bench.archive.find(*question)
         if splits is None:
             return None

@@ -42,8 +42,8 @@ class AskingEffort:
     """The bounds of the search for a plan whose run keeps a memory limit.
 
     Attributes:
-        attempts: the most times that a planner is asked. Its limit is lowered each time by the
-            bytes by which a run of its last plan exceeds the true limit.
+        attempts: the most times that a planner is asked. Each time, the planner's limit is
+            lowered by the excess of its last plan's run over the true limit.
         signings: the most times that a planner is asked until a plan, as compiled by the hardware's
             compiler, keeps the limit.
         counted_times: the largest expected ratio of a planner's estimate to the bytes of a
@@ -80,7 +80,7 @@ class _Asker:
     Args:
         planner: the name of the planner.
         places: the device of each stage.
-        fixed: unlike devices stay in the order that they have.
+        fixed: whether devices that differ in speed or memory ("unlike" devices) keep their order.
         held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
     """
 
@@ -94,7 +94,7 @@ class _Asker:
         return ask(self.planner, problem, self.places, fixed=self.fixed)
 
     def needed(self, problem: Problem, plan: Plan) -> list[int]:
-        """Returns, for each stage, the smallest limit of the largest device under which it fits.
+        """Returns, for each stage, the smallest common limit under which the stage fits.
 
         Args:
             problem: gives the bytes by which the limits of the other devices are smaller.
@@ -171,8 +171,8 @@ class _Asker:
             # holds the fewest bytes, because no stage then has two micro-batches in flight.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
             problem = replace(problem, schedule=given_lists(lists))
-        # The bytes of plans do not depend on the speed of devices. So only one of the orders of
-        # devices with equal sequences of limits is tried.
+        # The bytes of plans do not depend on the speed of devices. So of several orders of devices
+        # with the same sequence of limits, only one is tried.
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
@@ -241,7 +241,7 @@ def decide(
         problem: the problem for the planner.
         places: the device of each stage.
         held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
-        fixed: unlike devices stay in the order that they have.
+        fixed: whether devices that differ in speed or memory ("unlike" devices) keep their order.
 
     Raises:
         MemoryLimitExceeded: no plan keeps the limit; the error names a limit that one keeps.
@@ -320,7 +320,7 @@ class ChosenShape:
 
 
 def decide_shape(planner: str, shapes: Shapes, held_bytes_of: HeldBytes) -> ChosenShape | str:
-    """Asks the planner for shapes until a run of its plan keeps the limit.
+    """Asks the planner for shapes (which devices each stage has) until a run keeps the limit.
 
     Args:
         planner: the name of the planner.

@@ -116,7 +116,7 @@ class _StepRun(NamedTuple):
         bound: the rows of the step (programs and copies), ready to run.
         uses: the version of the weights that each task reads; empty if no record is needed.
         updates: how many updates the step makes.
-        stream_steps: how many steps the stream (a run without flushes) has had after this one.
+        stream_steps: how many steps the stream (a run without flushes) has had, with this one.
         migration: the migration made inside the step, if there is one.
     """
 

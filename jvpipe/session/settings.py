@@ -220,7 +220,7 @@ class OptimizerCutter:
     def _seen(self) -> Stacks | None:
         """The parameters that the optimizer sees as stacked arrays.
 
-        If None, it sees the slice of each layer as a parameter.
+        None if the optimizer sees the slice of each layer as a parameter.
         """
         return None if self.settings.stacked else self.stacks
 

@@ -165,10 +165,10 @@ def is_own(device: Device) -> bool:
 
 
 def unshared(value: Any) -> Any:
-    """Returns a copy of a NumPy array, which its owner may change; any other value is returned.
+    """Copies a NumPy array, which its owner may change later; returns other values as they are.
 
-    Without this copy a CPU device shares the memory of an array that is aligned to 64 bytes, even if
-    `jax.device_put` is told that it may not alias.
+    Without this copy, a CPU device shares the memory of an array that is aligned to 64 bytes, even
+    if `jax.device_put` is called with `may_alias=False`.
     """
     return value.copy() if isinstance(value, np.ndarray) else value
 

@@ -1,4 +1,4 @@
-"""Checks that a folder can be made, so that no file of an older one lies among the new files."""
+"""Checks that a path is free for a new folder, so that old files do not mix with new ones."""
 
 import os
 from pathlib import Path

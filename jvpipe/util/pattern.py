@@ -82,7 +82,7 @@ def whole_in(least: int = 0, largest: int = LARGEST) -> Pattern:
     """Returns the pattern of whole numbers in a range, both ends included."""
 
     def check(where: str, data: Any) -> None:
-        # Not `isinstance`, because in Python True is an instance of int.
+        # `isinstance` is not used, because in Python True is an instance of int.
         fits = type(data) is int and least <= data <= largest
         expected = f"a whole number from {least} to {largest}"
         _need(fits, where, expected, data)

@@ -115,7 +115,7 @@ def format_bytes(size: int) -> str:
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         digits = 0 if unit == "B" else 2
-        # Rounded first: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
+        # The value is rounded before the comparison: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
         if round(value, digits) < 1024:
             return f"{value:.{digits}f} {unit}"
         value /= 1024
