@@ -269,7 +269,7 @@ class Spreading:
         return axis
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result depends on the examples if no operand has the examples' axis.
+        """Returns how a result depends on the examples if only results have the examples' axis.
 
         Args:
             eqn: the equation, at least one of whose results has the examples' axis.
@@ -295,7 +295,7 @@ class Spreading:
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result depends on the examples if no operand has the examples' axis."""
+        """Returns how a result depends on the examples if neither it nor an operand has their axis."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
@@ -303,7 +303,8 @@ class Spreading:
         # Slices change only the equations of the loss itself, and not those inside loops and calls.
         if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
-        # A mean differs between slices, so each slice adds its share of it.
+        # The first slice alone may add an operand only if the operand depends on no example. A mean
+        # differs between slices, so each slice adds its share of it.
         is_left = lies.beside in (Beside.LEFT, Beside.FIRST_LEFT)
         in_first = is_remembered and ins[0 if is_left else 1].over is Over.NONE
         self.amended[id(eqn)] = _IN_FIRST[lies.beside] if in_first else lies.beside
