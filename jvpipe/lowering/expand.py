@@ -267,7 +267,7 @@ class Expander(LayerValues):
         yield from self.weights.shifts(layer, m, parameters, back=True)
 
     def losses(self, layer: Layer, batch: range, weight: Value) -> Iterator[Operation]:
-        """Yields the operation that sums the losses and aux of a step, once all of them exist.
+        """Yields the operation that reduces the losses and aux of a step, once all of them exist.
 
         Args:
             layer: the layer whose forward has just run.

@@ -295,7 +295,7 @@ class Spreading:
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result depends on the examples if neither it nor an operand has their axis."""
+        """Returns the `Lies` of a result if neither it nor any operand has the examples' axis."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
