@@ -177,8 +177,8 @@ class Placement:
 def state_layers(graph: LayerGraph, k: int) -> Sequence[int]:
     """Returns the layers at whose places a leaf of the model state lies.
 
-    They are the layers that read the leaf. If no layer reads it, they are those that write it; if
-    none writes it either, layer 0.
+    They are the layers that read the leaf. If no layer reads it, they are the layers that write it.
+    If no layer writes it either, the result is layer 0.
 
     Args:
         graph: the layers.

@@ -109,7 +109,7 @@ def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
         read = jaxprs.variables(eqn.invars)
         inputs = list(dict.fromkeys(read))
         # The text of an equation has no names of variables, so equal equations have equal texts.
-        # The digests of its operands, which cover the equations that made them, tell it from
+        # The digests of its operands, which cover the equations that made them, distinguish it from
         # equations with other operands.
         itself = _text(structure([eqn], inputs, eqn.outvars))
         operands = [digests[var] for var in read]
