@@ -46,7 +46,7 @@ class _Queue:
         self._device = device
         self._free: dict[int, float] = defaultdict(float)  # by device: when it is free
         # Entries are compared by start, then rank, then minus the number of the list. This is the
-        # order that the top of the file describes. A task cannot start before its start.
+        # order that the top of the file describes. The start is the earliest possible one.
         self._heap: list[tuple[float, int, int, Task]] = []
 
     def put(self, number: int, task: Task, arrival_s: float) -> None:

@@ -154,8 +154,9 @@ class Placement:
         for p, parameter in enumerate(graph.parameters):
             reading = self._of_all(parameter.readers)
             add(graph.parameter(p, version=0), reading, parameter.array.bytes)
-        # There is one copy of optimizer state, at the place where the update runs. For each leaf,
-        # sorting puts the copy of the global program (layer NONE, -1) before those of the layers.
+        # Each layer that holds a leaf of optimizer state has one copy of it, at the place where the
+        # layer is updated. For each leaf, sorting puts the copy of the global program (layer NONE,
+        # -1) before those of the layers.
         holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)

@@ -88,7 +88,7 @@ def why_splitting_matters(traced: Traced) -> str | None:
     overs = {spreading.lies(*atoms).over for atoms in both}
     # A weighted loss is a quotient of two results, each of which is added up over the
     # micro-batches. The quotient is that of the whole batch if both are sums, or if each is a mean
-    # or a constant.
+    # or a constant. A plain loss must be a mean or a constant.
     if overs <= {Over.NONE, Over.MEAN} or (loss.weighted and overs == {Over.SUM}):
         return None
     kind = "a sum" if overs <= {Over.NONE, Over.SUM} else "neither a mean nor a sum"

@@ -11,8 +11,8 @@ value of the loss at 4 and at 2 examples, and says how the value depends on the 
     max(x)           max(x)           mixed: jvpipe does not compute it from the slices' values
 
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
-results). A value of a single example must not depend on them, because it would be another value on
-a slice. The exception is a batch norm whose statistics the model state keeps: each replica
+results). A value of a single example must not depend on them, because it would then have another
+value on a slice. The exception is a batch norm whose statistics the model state keeps: each replica
 normalizes by the statistics of its own examples (`jvpipe.trace.normalized`).
 """
 
@@ -60,8 +60,8 @@ _IN_FIRST = {
     Beside.FIRST_LEFT: Beside.FIRST_LEFT,
     Beside.FIRST_RIGHT: Beside.FIRST_RIGHT,
 }
-"""For values that model state depends on: only the first slice adds an operand that depends on no
-example to a sum, so that counters stay exact.
+"""For values that model state depends on: if a sum is added to an operand that depends on no
+example, only the first slice adds the operand, so that counters stay exact.
 """
 
 

@@ -127,7 +127,7 @@ class _Side:
         return self._held[lines]
 
     async def _hear(self, lines: SignedLines, left: Awaitable[object], whom: str) -> None:
-        """Waits for the other end's farewell, reports a connection without one, and closes it."""
+        """Waits for a farewell, reports a connection that ends without one, and closes this end."""
         try:
             await left
         except (OSError, ValueError, AnotherSecretError):
