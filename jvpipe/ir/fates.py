@@ -65,7 +65,7 @@ class Fates:
         """
         plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)
-        # The fate of an edge decides more than the edge:
+        # The fate of an edge also decides about the layer that makes the edge:
         #
         #     edge "again" on stage s   ->   its producer runs its forward once more
         #                               ->   all that the producer keeps inside is made then, too

@@ -34,7 +34,7 @@ class Kind(StrEnum):
     ARRIVE = "ARRIVE"  # make a mark: a small array that tells another process that copies arrived
     RECEIPT = "RECEIPT"  # wait until a buffer that was offered to another process has arrived there
     ZERO = "ZERO"  # make arrays of zeros, such as accumulators of gradients
-    LOSS = "LOSS"  # sum the losses of a step's micro-batches
+    LOSS = "LOSS"  # reduce the losses and aux of a step's micro-batches
     WEIGHT = "WEIGHT"  # for a weighted loss: sum its weights over the micro-batches of an update
     SHIFT = "SHIFT"  # move parameters ahead for a forward (XPipe) or back for a backward (PipeMare)
     SETTLE = "SETTLE"  # record what an update changed, for later SHIFTs

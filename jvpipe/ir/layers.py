@@ -1,6 +1,6 @@
 """The layer graph: a model's layers and the values between them.
 
-A loss is traced to equations. They are cut into layers at points that few bytes cross.
+A loss is traced to equations. The equations are cut into layers at points that few values cross.
 """
 
 from collections.abc import Iterable, Iterator

@@ -17,8 +17,8 @@ class LazyArray(jax.ShapeDtypeStruct):
     Args:
         shape: the shape of the whole array.
         dtype: the type of its numbers.
-        read: a function that reads the array, or only the part that its arguments select. They are
-            indices of the first axes, of which the last may be a slice.
+        read: a function that reads the array, or only the part that its arguments select. The
+            arguments are indices of the first axes; the last one may be a slice.
         at: the indices of the part that this array stands for, as arguments of `read`; none for the
             whole array.
 

@@ -61,8 +61,8 @@ def block_of(path: str) -> Block | None:
 
     A key of the path that is a number takes precedence over a number inside a key. The name is all
     of the path before the number, so an encoder's blocks and a decoder's have different names. But
-    if the number is the last key, it is that of a slice of a stacked array, whose block is named
-    by the first key: the other arrays of the block have the same first key.
+    a number that is the last key is the number of a slice of a stacked array. Such a block has the
+    name of the first key, which all arrays of the block share.
 
     >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
     (('blocks', 3), ('blocks', 3), ('h', 2))

@@ -196,7 +196,7 @@ class Row:
 
     @property
     def wires(self) -> tuple[Wire, ...]:
-        """The arrays that each part reads and writes; the last element is that of the row itself.
+        """The arrays that each part reads and writes; the last element is for the row itself.
 
         Arrays are numbered within the row: first those that the row reads, then those that its
         parts write. These numbers do not depend on the buffers. So rows that do the same with other

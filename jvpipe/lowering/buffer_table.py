@@ -47,7 +47,7 @@ class BufferTable:
         size: int,
         copy: Copy = Copy.OWN,
     ) -> int:
-        """Returns the number of the buffer for a copy of a value at a place; makes it if missing.
+        """Returns the number of the buffer for a copy of a value; makes a missing buffer.
 
         Args:
             value: the value.

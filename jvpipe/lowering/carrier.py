@@ -123,7 +123,7 @@ class Carrier(BufferTable):
         """Returns a buffer that holds a metric, or None if no row has made the metric.
 
         The buffer is at the loss's current place, unless the last forward that the metric needs ran
-        under an earlier plan. Then it is where that plan has the loss.
+        under an earlier plan. In that case the buffer is where that plan has the loss.
         """
         place = self.holder_near(value, self.where.home)
         return None if place is None else self.current[value, place]
@@ -145,7 +145,7 @@ class Carrier(BufferTable):
         layer: int,
         m: int,
     ) -> int:
-        """Returns the buffer with a value at another place, and makes a missing copy there.
+        """Returns the buffer of a value at another place, after sending the value if it is missing.
 
         Args:
             value: the value to copy.
@@ -217,13 +217,13 @@ class Carrier(BufferTable):
         m: int,
         new: int,
     ) -> None:
-        """Appends the rows that copy a buffer, by the legs that lie between the two ends.
+        """Appends the rows that copy a buffer to another one, with a row for each leg of the way.
 
             b, if on the host    IN      the source's device
             source's device      MOVE    the target's device, if it is another
             target's device      OUT     new, if on the host
 
-        What lies on a device only on the way is freed there.
+        A buffer that one leg makes only for the next is freed when the next leg has read it.
 
         Args:
             b: the buffer to copy, on the device of the source or on that device's host.
@@ -330,10 +330,10 @@ class Carrier(BufferTable):
         return max(versions, key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:
-        """Lists the state that the current plan has between steps, with its newest buffers.
+        """Lists the buffers of the state between steps under the current plan.
 
-        An entry has the name that a buffer of the state has between steps, and the number of the
-        buffer that holds the newest value of that name.
+        Each entry has the name that a part of the state has between steps, and the number of the
+        buffer that holds its newest value.
         """
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():

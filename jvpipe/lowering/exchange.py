@@ -8,10 +8,10 @@ sent once to each stage:
     slices of a stage of three   |   0:2   |   2:4   |   4:6 |
     parts that are sent          |   0:2   |2:3|3:4|   4:6   |
 
-A replica cuts the parts out of its result (SLICE), and the replica that reads them joins them
-(CONCAT). A value without an axis of examples is not cut. If it is a sum or a mean, the reader makes
-a weighted sum of the senders' values (REDUCE). Otherwise all senders have the same value, and each
-reader gets it from one of them, but its cotangents are added up.
+The sending replica cuts the parts out of its result (SLICE), and the receiving replica joins its
+parts (CONCAT). A value without an axis of examples is not cut. If it is a sum or a mean, the reader
+makes a weighted sum of the senders' values (REDUCE). Otherwise all senders have the same value, so
+each reader gets it from one of them. The cotangents that the readers send back are added up.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,9 +2,9 @@
 
 A task is a stage, a kind and a micro-batch: 1F2 is the forward of micro-batch 2 on stage 1. An
 operation is the work of one program. The values that it reads and writes are not yet assigned to
-places (devices). In this example stage 1 has layers 3 and 4. Layer 3 is recomputed, has no weights
-to train, and its backward cannot be split. Micro-batch 2 is the first that runs backward, so layer
-4 has no accumulator of gradients yet:
+places (devices). In this example stage 1 has layers 3 and 4. Layer 3 is recomputed and has no
+weights to train, and its backward has no halves. Micro-batch 2 is the first that runs backward, so
+layer 4 has no accumulator of gradients yet:
 
     task   operations, in the order in which they run
     1F2    F(layer 3) F(layer 4)
@@ -267,7 +267,7 @@ class Expander(LayerValues):
         yield from self.weights.shifts(layer, m, parameters, back=True)
 
     def losses(self, layer: Layer, batch: range, weight: Value) -> Iterator[Operation]:
-        """Yields the operation that sums the losses and aux of a step, once all of them exist.
+        """Yields the operation that reduces the losses and aux of a step, once all of them exist.
 
         Args:
             layer: the layer whose forward has just run.

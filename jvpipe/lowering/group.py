@@ -58,7 +58,7 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
 
 
 def _without(row: Row, made_within: set[int]) -> Row:
-    """Returns a row; if it is a group, it no longer writes the buffers that are made within it."""
+    """Returns a row; removes the buffers that are made within it from the writes of a group."""
     if len(row.parts) == 1:
         return row
     return replace(row, writes=tuple(b for b in row.writes if b not in made_within))

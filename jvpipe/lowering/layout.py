@@ -29,8 +29,8 @@ class MicrobatchLayout:
     """The plan, fates and programs of a micro-batch.
 
     `number` identifies the layout in its step. `signatures` say what each layer's programs take and
-    yield. `halves` has the signatures of backwards that are split in two. `sliced` has those of the
-    programs that replicas run on their slices.
+    yield. `halves` has the signatures of backwards that are split in two. `sliced` has the
+    signatures of the programs that replicas run on their slices.
     """
 
     number: int

@@ -45,8 +45,8 @@ class _Queue:
     def __init__(self, device: Callable[[Task], int]) -> None:
         self._device = device
         self._free: dict[int, float] = defaultdict(float)  # by device: when it is free
-        # Entries are compared as described above: start, rank, and minus the number of the list.
-        # The start is a time before which the task cannot start.
+        # Entries are compared by start, then rank, then minus the number of the list. This is the
+        # order that the top of the file describes. The start is the earliest possible one.
         self._heap: list[tuple[float, int, int, Task]] = []
 
     def put(self, number: int, task: Task, arrival_s: float) -> None:

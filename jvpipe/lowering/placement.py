@@ -154,8 +154,9 @@ class Placement:
         for p, parameter in enumerate(graph.parameters):
             reading = self._of_all(parameter.readers)
             add(graph.parameter(p, version=0), reading, parameter.array.bytes)
-        # There is one copy of optimizer state, at the place where the update runs. Sorting puts the
-        # state of the global program (layer NONE, -1) before that of the layers.
+        # Each layer that holds a leaf of optimizer state has one copy of it, at the place where the
+        # layer is updated. For each leaf, sorting puts the copy of the global program (layer NONE,
+        # -1) before those of the layers.
         holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
@@ -177,8 +178,8 @@ class Placement:
 def state_layers(graph: LayerGraph, k: int) -> Sequence[int]:
     """Returns the layers at whose places a leaf of the model state lies.
 
-    They are the layers that read the leaf. If no layer reads it, they are those that write it; if
-    none writes it either, layer 0.
+    They are the layers that read the leaf. If no layer reads it, they are the layers that write it.
+    If no layer writes it either, the result is layer 0.
 
     Args:
         graph: the layers.

@@ -106,11 +106,10 @@ class _Round:
 
             state of the next update    must come, so it waits for any state that leaves
             state of a later update     waits only for the state of updates before the last one that
-                                        ran: waiting for that one's, which has only begun to leave,
-                                        would idle the place
+                                        ran, because the last one's has only begun to leave
 
-        The next update's state always fits in the end: state comes in the order of updates, so once
-        all leaving state has left, the place holds only parts of it.
+        The next update's state always fits once all leaving state has left: state comes in the
+        order of updates, so the place then holds only parts of that state.
 
         Args:
             buffers: the table of buffers.
@@ -258,6 +257,6 @@ def _rounds(
 
 
 def _is_update(row: Row) -> bool:
-    """Tells whether a row runs an update, or another program but a forward or backward."""
+    """Tells whether a row runs an update, or any other program except a forward or backward."""
     info = KINDS[row.kind]
     return info.computes and info.back is None

@@ -25,8 +25,8 @@ from jvpipe.lowering.receipts import crossings
 def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lowered:
     """Returns a step with the rows of one process.
 
-    The buffer table remains that of all processes, so that a number means the same buffer in every
-    process.
+    The step keeps the buffer table of all processes, so that a number means the same buffer in
+    every process.
 
     Args:
         lowered: a step with its receipts (receipts.py).

@@ -116,7 +116,7 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         if x.row in spoilers or x.offered in lowered.final:
             until = spoilers.get(x.row, end)
             witness = witnesses.get(x.row)
-            # The deadline of a move is far away. A witness would take its memory until then, so a
+            # The deadline of a move is far away. A witness would occupy its memory until then, so a
             # mark of a few bytes is better.
             is_move = lowered.rows[x.row].kind is Kind.MOVE
             if witness and witness.row <= until and not is_move:

@@ -218,8 +218,8 @@ class Slicing(Exchange):
         """Yields the operation that joins the replicas' parts of the model state.
 
         The result is the state for the next micro-batch. All replicas that read the state get it.
-        The replicas of this layer also get it, because their backward may read it if the loss
-        depends on it.
+        The replicas of this layer also get it, because their backward may read the state if the
+        loss depends on it.
 
         Args:
             op: the forward of all replicas.

@@ -361,7 +361,7 @@ def _expanded(
 
 
 def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operation]:
-    """Yields the sum of the losses, once a layer's forward has made the last of them.
+    """Yields the operation that reduces losses and aux, once a forward has made the last of them.
 
     Args:
         expander: makes the operation.

@@ -11,15 +11,15 @@ Rows run from left to right:
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3 ... F7 o7 f7 i1 B0 i2 B1 ...
 
-The values to swap that a forward leaves are called a set. A device holds at most two sets at a
-time: one in use, and one on its way out or in. Two rules ensure this bound. Before a forward that will
+The values to swap that a forward leaves are called a set. A device holds at most two sets at once:
+one in use, and one on its way out or in. Two rules ensure this bound. Before a forward that will
 leave a set, older sets are freed until at most one is on the device. A set is fetched at most one
 task before it is read, and only after all sets on their way out have been freed.
 
-If backwards are split, what the second half reads of a set stays on the device until then. It does
-not count as a set: planners count it as what a micro-batch holds between the halves. A micro-batch
-whose backward directly follows its forward is not swapped. Copies do not change values, so swapping
-affects only time and memory.
+If backwards are split, the values of a set that the second half reads stay on the device until it
+has run. They do not count as a set: planners count them among the values that a micro-batch holds
+between the halves. A micro-batch whose backward directly follows its forward is not swapped. Copies
+do not change values, so swapping affects only time and memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

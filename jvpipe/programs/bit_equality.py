@@ -143,8 +143,8 @@ def _updated(
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
     """Draws numbers for a slot, which depend only on the slot's kind, index, shape and type.
 
-    State may be a mean of squares, and a global value may be a norm. So their numbers are not
-    negative, as is the weight of the loss.
+    State may be a mean of squares, and a global value may be a norm. So the numbers for these, and
+    for the weight of the loss, are not negative.
     """
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)
@@ -237,7 +237,7 @@ class _Pass:
         results = _run(self.backward, arguments, device)
         yielded = (*signature.gradients, *signature.returned)
         variables = [body.inputs[i] for i in yielded]
-        # The last result is a mark (see `_forward`), which `zip` leaves out.
+        # The last result is a marker (see `_forward`), which `zip` leaves out.
         return dict(zip(variables, results, strict=False))
 
 
@@ -263,7 +263,7 @@ def _forward(
     forward, backward = store.compile([(program, device) for program in pair])
     inputs = [values[v] for v in body.inputs]
     results = _run(forward, inputs, device)
-    # A forward yields outputs, then residuals, then a mark: an array whose arrival shows that the
+    # A forward yields outputs, then residuals, then a marker: an array whose arrival shows that the
     # program has finished.
     count = len(body.outputs)
     sources = {

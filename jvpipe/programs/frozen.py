@@ -39,7 +39,7 @@ _AS_IT_IS = frozenset(
         "stop_gradient",
     }
 )
-"""Primitives that yield their operand, if its shape stays and the new type can represent it."""
+"""Primitives that yield their operand, if the shape is kept and the new type can represent it."""
 _OF_ZEROS = _AS_IT_IS | {
     "add",
     "add_any",

@@ -48,7 +48,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
                 closed = jax.make_jaxpr(program.fn)(*program.inputs)
                 traced[program.key] = in_order(closed)
             out = _apart(traced[program.key], [values[i] for i in taken])
-            # The last result is the program's mark, which `zip` leaves out.
+            # The last result is the program's marker, which `zip` leaves out.
             values |= zip(yielded, out, strict=False)
         results = [values[i] for i in writes]
         return (*results, jax.numpy.int32(0))

@@ -98,7 +98,7 @@ class OptimizerCut:
     def holders(self) -> frozenset[tuple[int, int | None]]:
         """Pairs of a leaf of the state and a layer that has the leaf or a copy of it.
 
-        The global program is None in place of a layer.
+        None stands for the global program in place of a layer.
         """
         holders = set()
         for piece in (*self.init, *self.update):
@@ -108,7 +108,7 @@ class OptimizerCut:
         return frozenset(holders)
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
-        """Returns the leaves of the state that a layer has, or the global program (None)."""
+        """Returns the leaves of the state that a layer, or the global program (None), has."""
         leaves = (i for i, holder in self.holders if holder == layer)
         return tuple(sorted(leaves))
 

@@ -248,7 +248,7 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
     """Returns the parameter that each leaf of the state belongs to, or None.
 
     A leaf belongs to a parameter if its path is a prefix followed by the parameter's path, and if
-    the prefix mirrors the parameters: after the prefix, every path that begins with it continues
+    this prefix mirrors the parameters. A prefix does so if every path that begins with it continues
     with the path of a parameter. So `hyperparams["b1"]` belongs to no parameter, even if a
     parameter is named `b1`, because `hyperparams["eps"]` has the same prefix and no parameter is
     named `eps`.

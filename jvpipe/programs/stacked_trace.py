@@ -99,7 +99,8 @@ def _trace_stacks(
 
         Args:
             sums: for each slice of a parameter, its gradient accumulators: one for each reader.
-            weight: the float32 scalar that divides the sums; None: the count of micro-batches does.
+            weight: the float32 scalar that divides the sums; None if it is a number of
+                micro-batches.
             params: the slices of the parameters.
             moments: the slices of the optimizer's state.
         """

@@ -87,8 +87,9 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # A result in `maker` has no home yet. In `others`, it would count as needed everywhere, and so
-    # would the values that it is computed from, such as its leaf before the update.
+    # A result in `maker` has no home yet. If it were in `others`, it would count as needed
+    # everywhere, and so would the values that it is computed from, such as the leaf before the
+    # update.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}

@@ -84,8 +84,8 @@ class Program:
     ) -> "Program":
         """Returns the program of a jaxpr.
 
-        The program has an additional last result, its mark, which has four bytes and is never
-        donated. A caller that waits for the mark waits for the program.
+        The program has an additional last result, its marker, which has four bytes and is never
+        donated. A caller that waits for the marker waits for the program.
 
         Args:
             closed: the jaxpr.

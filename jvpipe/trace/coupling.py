@@ -5,8 +5,8 @@ if examples meet in the loss, as in an in-batch softmax, a batch norm, a maximum
 over a varying number of items.
 
 The loss is traced at two numbers of examples, and `jvpipe.trace.spread` follows its equations, as
-it does for replicas. But here a batch norm counts as coupling examples, while each replica may
-normalize by its own statistics. Only the equations that make the loss's value are followed, because
+it does for replicas. There, each replica may normalize by its own statistics; here, a batch norm
+counts as coupling examples. Only the equations that make the loss's value are followed, because
 metrics and model state may combine examples in any way.
 """
 
@@ -86,8 +86,9 @@ def why_splitting_matters(traced: Traced) -> str | None:
         return coupled.where or None
     both = zip(results, double_results, strict=True)
     overs = {spreading.lies(*atoms).over for atoms in both}
-    # The totals of micro-batches are added up, and so are their weights. The quotient of the two
-    # results is that of the whole batch if both are sums, or if each is a mean or a constant.
+    # A weighted loss is a quotient of two results, each of which is added up over the
+    # micro-batches. The quotient is that of the whole batch if both are sums, or if each is a mean
+    # or a constant. A plain loss must be a mean or a constant.
     if overs <= {Over.NONE, Over.MEAN} or (loss.weighted and overs == {Over.SUM}):
         return None
     kind = "a sum" if overs <= {Over.NONE, Over.SUM} else "neither a mean nor a sum"

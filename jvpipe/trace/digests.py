@@ -108,8 +108,9 @@ def made_lines(initializer: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     for eqn in closed.jaxpr.eqns:
         read = jaxprs.variables(eqn.invars)
         inputs = list(dict.fromkeys(read))
-        # The equation by itself has no names, so equal equations have one text. Its operands are told
-        # apart by their own digests, which cover all that led to them.
+        # The text of an equation has no names of variables, so equal equations have equal texts.
+        # The digests of its operands, which cover the equations that made them, distinguish it from
+        # equations with other operands.
         itself = _text(structure([eqn], inputs, eqn.outvars))
         operands = [digests[var] for var in read]
         of_all = digest("\n".join([itself, *operands]))

@@ -129,7 +129,7 @@ def _traced(
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator after which errors show the name, place and arguments of `function`."""
+    """Returns a decorator that makes errors show the name, place and arguments of `function`."""
     # Partials are unwrapped. For a callable object, errors show its `__call__`.
     while isinstance(function, functools.partial):
         function = function.func

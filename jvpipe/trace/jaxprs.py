@@ -175,7 +175,7 @@ def with_bodies(act: Callable[..., Jaxpr], value: Any, *others: Any) -> Any:
             return ClosedJaxpr(act(value.jaxpr, *(x.jaxpr for x in others)), value.consts)
         case Jaxpr():
             return act(value, *others)
-        # Not a subclass, whose constructor may be different.
+        # A subclass is returned as it is, because its constructor may be different.
         case tuple() | list() if type(value) in (tuple, list):
             return type(value)(map(partial(with_bodies, act), value, *others))
         case _:

@@ -148,7 +148,7 @@ def _settled(
     carry: Sequence[Lies],
     step: Callable[[list[Lies]], list[Lies]],
 ) -> tuple[list[Lies], list[Lies]]:
-    """Returns the `Lies` of a loop's carry once they no longer change, and those of the results.
+    """Returns the `Lies` of a loop's carry once they no longer change, and of the results.
 
     The search ends because joining undoes nothing: roots are only added, and a value that has
     become mixed stays mixed.

@@ -96,8 +96,8 @@ def is_heavy(eqn: JaxprEqn) -> bool:
 def flops(eqn: JaxprEqn) -> int:
     """Returns the floating-point operations of the products and convolutions in an equation.
 
-    The body of a scan counts once per round. The bodies of a while loop count once, because it is
-    not known how many rounds it has. The largest branch of a cond counts, the others do not.
+    The body of a scan counts once per iteration. The bodies of a while loop count once, because its
+    number of iterations is not known. Only the largest branch of a cond counts.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":

@@ -44,7 +44,7 @@ class Sum:
         eqn: the place of the equation that makes the sum.
         count: how many values are added up in each element of the sum.
         mean_of: if the sum is of squares of centered values, the place of the sum whose mean
-            centers them; else None, and the sums of micro-batches can simply be added up.
+            centers them. None for other sums, which can simply be added up over micro-batches.
     """
 
     eqn: int

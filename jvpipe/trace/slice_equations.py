@@ -10,8 +10,9 @@ slice of examples 2 and 3 of 8:
     whole     bits[8, 4] = random_bits key
     slice     bits[8, 4] = random_bits key    part[2, 4] = bits[2:4]
 
-Equations that add to a sum over examples, or divide such a sum, are changed as `Beside` says, so
-that the results of all slices add up to the result of the whole micro-batch.
+Equations that add to a sum over examples, or divide such a sum, are changed as `Beside`
+(sums_and_means.py) says, so that the results of all slices add up to the result of the whole
+micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,8 @@ value of the loss at 4 and at 2 examples, and says how the value depends on the 
     max(x)           max(x)           mixed: jvpipe does not compute it from the slices' values
 
 Sums, means and mixed values may be used in the loss and in aux (`jvpipe.trace.slices` checks the
-results). A value of a single example must not depend on them, because it would be another value on
-a slice. The exception is a batch norm whose statistics the model state keeps: each replica
+results). A value of a single example must not depend on them, because it would then have another
+value on a slice. The exception is a batch norm whose statistics the model state keeps: each replica
 normalizes by the statistics of its own examples (`jvpipe.trace.normalized`).
 """
 
@@ -60,8 +60,8 @@ _IN_FIRST = {
     Beside.FIRST_LEFT: Beside.FIRST_LEFT,
     Beside.FIRST_RIGHT: Beside.FIRST_RIGHT,
 }
-"""For values that model state depends on: only the first slice adds an operand that depends on no
-example to a sum, so that counters stay exact.
+"""For values that model state depends on: if a sum is added to an operand that depends on no
+example, only the first slice adds the operand, so that counters stay exact.
 """
 
 
@@ -269,7 +269,7 @@ class Spreading:
         return axis
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result depends on the examples if no operand has the examples' axis.
+        """Returns how a result depends on the examples if only results have the examples' axis.
 
         Args:
             eqn: the equation, at least one of whose results has the examples' axis.
@@ -295,7 +295,7 @@ class Spreading:
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """Returns how a result depends on the examples if no operand has the examples' axis."""
+        """Returns the `Lies` of a result if neither it nor any operand has the examples' axis."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
@@ -303,7 +303,8 @@ class Spreading:
         # Slices change only the equations of the loss itself, and not those inside loops and calls.
         if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
-        # A mean differs between slices, so each slice adds its share of it.
+        # The first slice alone may add an operand only if the operand depends on no example. A mean
+        # differs between slices, so each slice adds its share of it.
         is_left = lies.beside in (Beside.LEFT, Beside.FIRST_LEFT)
         in_first = is_remembered and ins[0 if is_left else 1].over is Over.NONE
         self.amended[id(eqn)] = _IN_FIRST[lies.beside] if in_first else lies.beside

@@ -109,8 +109,8 @@ class Stacks:
         """Checks that the parameters of a later model are cut like those of this one.
 
         The slices of a stack have paths of their own. So without this check, an array that only
-        one of the losses scans over would lose its trained values, and of a stack that gets longer
-        only the first slices would keep theirs.
+        one of the losses scans over would lose its trained values, and only the first slices of a
+        stack that gets longer would keep theirs.
 
         Raises:
             ValueError: a path is a stack in only one model, or stacks of different lengths.

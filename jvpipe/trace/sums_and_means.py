@@ -258,7 +258,7 @@ def reduced(
 
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-    """Returns the `Lies` of a result made of several parts: mixed unless theirs are equal."""
+    """Returns the `Lies` of a result made of parts: mixed unless the parts are alike."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
         chosen = ins[1:]

@@ -281,7 +281,7 @@ class _Unrolling:
         return [self.weights.use(task.kind, layer, m) for layer in layers]
 
     def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Yields a layer's forward and, once all parts exist, sums of losses and loss weights."""
+        """Yields a layer's forward and, once all parts exist, reductions of losses and weights."""
         M = self.timeline.M
         graph = self.timeline.graph
         *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))

@@ -66,7 +66,7 @@ class StreamWeights(Weights):
     def is_tied(self, p: int, m: int) -> bool:
         """Tells whether several stages read a parameter in a micro-batch.
 
-        Then the versions of the parameter are those of its first reader's stage.
+        If so, the parameter has the versions of its first reader's stage.
 
         Args:
             p: the parameter.

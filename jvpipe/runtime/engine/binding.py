@@ -129,7 +129,7 @@ class Bound:
             if not isinstance(one.run, Sizes):
                 continue
             taken = zip(one.row.reads, one.run.each_argument, strict=False)
-            yielded = zip(one.row.writes, one.run.each_result, strict=False)  # then a marker
+            yielded = zip(one.row.writes, one.run.each_result, strict=False)  # a marker may follow
             for b, size in (*taken, *yielded):
                 padded[b] = max(padded.get(b, 0), size)
         if not padded:
@@ -173,7 +173,8 @@ def bind_rows(
         spec_of: tells how a leaf of the batch lies over a mesh.
     """
     buffers = lowered.buffers
-    # Many rows share an executable. Each is asked once: this is the slowest part of binding.
+    # Many rows share an executable. Each executable is asked only once, because asking is the
+    # slowest part of binding.
     temporary_bytes = cache(lambda run: run.memory_analysis().temp_size_in_bytes)
     instructions = []
     for row, (born, dead) in zip(lowered.rows, lowered.changes(), strict=True):

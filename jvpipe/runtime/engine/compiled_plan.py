@@ -109,7 +109,7 @@ class CompiledPlan(LaidPlan):
 
     @property
     def compile_s(self) -> float:
-        """How long the programs of these rows took to compile, one after another."""
+        """How long the programs in `executables` took to compile, one after another."""
         return self._binder.compile_s
 
     @property

@@ -77,7 +77,7 @@ class Moment(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A result of a row that may fail while it runs; waiting for it shows whether it fails."""
+    """A result of a row that may fail; waiting for the result shows whether the row has failed."""
 
     array: jax.Array
     row: Row

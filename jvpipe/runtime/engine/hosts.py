@@ -292,8 +292,8 @@ class Hosts(Channel):
                 assert arrived is not None
                 self.come(arrived)
                 values.append(to_host(arrived))
-        # No process goes on before all arrays have arrived. It could overwrite an array that the
-        # first process has not copied yet.
+        # No process goes on before all arrays have arrived. Otherwise it could overwrite an array
+        # that the first process has not copied yet.
         self.exchange("gathered", b"")
         return values
 

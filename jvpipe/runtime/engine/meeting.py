@@ -50,9 +50,10 @@ class Patience:
             use up all file descriptors.
         look_s: the time between two checks, during training, that no process is lost and that the
             run makes progress.
-        grace_s: how long the training thread has to report a lost process, because it knows the
-            failed task. After this time, another thread reports the process and ends this one.
-        ending_s: how long a process that ends waits at most for the others or for JAX's shutdown.
+        grace_s: how long the training thread, which knows the failed task, has to report a lost
+            process. After this time, another thread reports the loss and ends this process.
+        ending_s: the longest time that a process waits at its end for the others or for JAX's
+            shutdown.
     """
 
     handshake_s: float = 5.0
@@ -126,7 +127,7 @@ class _Side:
         return self._held[lines]
 
     async def _hear(self, lines: SignedLines, left: Awaitable[object], whom: str) -> None:
-        """Waits for the other end's farewell, reports a connection without one, and closes it."""
+        """Waits for a farewell, reports a connection that ends without one, and closes this end."""
         try:
             await left
         except (OSError, ValueError, AnotherSecretError):
@@ -188,7 +189,8 @@ class MeetingServer(_Side):
     async def _serve(self, timeout_s: float) -> None:
         """Serves connections until all processes have come, one has other values, or time is over.
 
-        It then tells `wait` the result, and goes on to serve, to refuse processes that come late.
+        It then passes the result to `wait`, and goes on serving, to refuse processes that come
+        late.
         """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[dict[str, Any]] = loop.create_future()
@@ -208,7 +210,7 @@ class MeetingServer(_Side):
         await server.serve_forever()
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection; if it comes from a stranger, closes it without an answer."""
+        """Serves a connection; closes it if the other end is not a process of the run."""
         lines = SignedLines(reader, writer, self._given.secret, "server")
         visit = asyncio.current_task()
         assert visit is not None, "the server runs each visit in a task"

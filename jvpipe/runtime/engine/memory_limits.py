@@ -93,6 +93,9 @@ def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
         asked: the limit that the user gives. If it is None and there are GPUs, the limit is
             the sum of what JAX lets each process with GPUs pin in host memory.
         devices: the devices of all processes.
+
+    Raises:
+        ValueError: the environment variable `_PINNED` is not a whole number.
     """
     processes = {device.process_index for device in devices if device.platform == "gpu"}
     if asked is not None or not processes:

@@ -161,8 +161,8 @@ class Monitor:
         queues = range(3 * len(names))
         self._queues: list[SimpleQueue[Item]] = [SimpleQueue() for _ in queues]
         self._last = [0.0] * len(self._queues)
-        # Each entry has the record of a step, and that of the drain after it, if there was one. A
-        # drain finishes the micro-batches that a stream has in flight.
+        # Each entry has the record of a step, and the record of the drain after it, if there was
+        # one. A drain finishes the micro-batches that a stream has in flight.
         self._steps: deque[list[Record]] = deque(maxlen=max(2, kept))
         self._now: Record | None = None
         for place, queue in enumerate(self._queues):

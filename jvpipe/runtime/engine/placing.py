@@ -315,8 +315,8 @@ class Placing:
 def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
     """Returns the key of a value that an initializing piece reads or writes.
 
-    A small value has no fixed place, so its key is the slot, which has no place. A piece on another
-    device than the value's copies it.
+    A small value has no fixed place, so its key is the slot, which has no place. A piece that runs
+    on another device copies the value to its own device.
 
     Args:
         graph: the model's layers.

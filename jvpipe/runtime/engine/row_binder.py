@@ -77,8 +77,8 @@ class RowBinder:
                 these also include the layouts of earlier plans.
         """
         rows = replace(row_programs, layouts=layouts)
-        # A copy between processes has the number of its row among the rows of all processes. So
-        # these rows are kept.
+        # A copy between processes is numbered by its row among the rows of all processes, so the
+        # rows of all processes are kept.
         whole = self._whole(lowered)
         lowered = self._of_process(whole)
         if self.grouped:
@@ -193,8 +193,8 @@ class RowBinder:
 def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
     """Joins rows into groups that run as one program, except rows that call code on the host.
 
-    A row that calls such code can fail while it runs. Then the message must name the row's layer,
-    which could not be told within a group.
+    A row that calls such code can fail while it runs. The message must then name the row's layer,
+    which would be unknown if the row were in a group.
     """
     alone = {task for task, row in _tasks(lowered).items() if rows.program(lowered, row).calls_host}
     return grouped(lowered, lambda row: _task(row) not in alone)

@@ -212,7 +212,7 @@ class RowPrograms:
         return weight_programs.settled(shapes, tau, decay, self.schedule.anneal_updates)
 
     def _loss_program(self, read: Sequence[Value]) -> Program:
-        """Returns the program that sums losses and aux from the first micro-batch to the last."""
+        """Returns the program that reduces losses and aux over micro-batches, in their order."""
         graph = self.traced.graph
         microbatches = len({value.microbatch for value in read})
         if self.replicas:

@@ -144,7 +144,8 @@ class VersionLedger:
         # By layer, the last update: its micro-batch, and the version that it changed.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
-        # Read backwards, a layer's last update precedes that micro-batch's forward.
+        # The ledger is read backwards, so a layer's last update comes before the forward of the
+        # same micro-batch.
         for i in reversed(range(len(self._runs))):
             uses, microbatch, version = self._runs[i] or ((), 0, 0)
             for use in reversed(uses):

@@ -218,8 +218,9 @@ def _migration_in_way(
     elif old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
     else:
-        # The stream of the new plan continues that of the old plan, which in turn may continue that
-        # of earlier plans. These are dropped if none of their micro-batches is in flight.
+        # The stream of the new plan continues the stream of the old plan, which may continue the
+        # streams of earlier plans. The earlier plans are dropped if none of their micro-batches is
+        # in flight.
         alone, steps = old.without_previous(stream_steps)
         after = replace(new, previous=(alone, steps * new.microbatches + microbatch))
         stream_step, bound = after.stream_step(steps)
@@ -367,7 +368,8 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
         microbatch: the first micro-batch under the new plan.
     """
     # A layout says which values each layer's programs take and leave. The layouts of the new plan
-    # are numbered after those of the old plan, as the two lists of programs are joined below.
+    # are numbered after those of the old plan, because the two lists of programs are joined in this
+    # order below.
     before = old.layouts()[:microbatch]
     after = new.layouts(len(old.programs))[microbatch:]
     layouts = [*before, *after]

@@ -130,8 +130,8 @@ class Origins:
         def arrival(identity: Identity, buffer: Buffer) -> Arrival:
             if identity[0] == "constant":
                 return Arrival(identity, buffer, "make")
-            # Optimizer state was computed along with the values of its parameter, so it is kept, or
-            # returns, only if they do.
+            # Optimizer state was computed along with the values of its parameter, so the state is
+            # kept, or returns, only if the parameter does.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # An array stays if the old model has it at this place and in this memory. Otherwise it

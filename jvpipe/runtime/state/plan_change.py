@@ -50,8 +50,9 @@ def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     """Returns the layers that change devices: (layer, device before, device after).
 
     If a layer has replicas (copies on several devices), the result names one pair of devices: the
-    first that the layer leaves and the first that it enters. If it leaves none, or enters none, the
-    first of its devices under that plan takes the place.
+    first that the layer leaves and the first that it enters. If the layer leaves no device, its
+    first device under the old plan is named; if it enters none, its first device under the new
+    plan.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)

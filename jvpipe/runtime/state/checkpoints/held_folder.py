@@ -1,7 +1,7 @@
 """Locks the folder of a run, so that no other run writes checkpoints there.
 
 The lock is on the folder itself (`flock`). A file in the folder, the holder, names the process that
-has the lock. It is only for messages.
+has the lock. The holder is only used in messages.
 """
 
 import fcntl

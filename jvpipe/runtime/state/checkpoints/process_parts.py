@@ -130,7 +130,7 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
     }
     (draft / META).write_text(json.dumps(content))
     # Each process has computed the digest of its own part right after writing it, when the system
-    # still had it in memory. So the first process need not read the parts.
+    # still had the file in memory. So the first process need not read the parts.
     generations.finish_draft(draft, {part.file: part.digest for part in parts})
 
 

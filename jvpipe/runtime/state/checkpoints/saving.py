@@ -189,8 +189,8 @@ class Saving:
             fates,
             self.compiled.microbatches,
         ]
-        # These entries are newer than the others. Plans that do not need them do not get them, so
-        # that they match their older checkpoints.
+        # These entries are newer than the others. A plan that does not need an entry does not get
+        # it, so that the plan matches its older checkpoints.
         if plan.replicated:
             binding.append(list(plan.replicas))
         states = [dict(stage.state_fates) for stage in plan.stages]

@@ -5,7 +5,7 @@ with string keys, lists and tuples are written as such. Any other container is w
 name of its class, its children and its node data. Node data are what JAX keeps of a container
 besides its children, such as keys and static fields. If they are not plain values, the tree is not
 written. Reading imports no modules, because importing runs code, and a checkpoint must not choose
-which. So the class of a container must have been imported before.
+which code runs. So the class of a container must have been imported before.
 """
 
 import sys
