@@ -141,9 +141,10 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
     The witness is the first buffer at the source that was made from the copy.
 
     A set of crossings is an integer with one bit per crossing. A buffer that a row writes depends
-    on all crossings of the buffers that the row reads: its set is the `or` of their sets. Whenever
-    a row reads the witness of some waiting crossings, a scan over all crossings finds them.
-    Crossings that are found no longer wait, so there are at most as many scans as crossings.
+    on all crossings of the buffers that the row reads: its set is the `or` of their sets. If a row
+    reads what was made from the copies of crossings that have no witness yet, a scan over all
+    crossings finds these. Each scan gives some crossing its witness, so there are at most as many
+    scans as crossings.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
     waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness
@@ -175,7 +176,7 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     """Finds the row that spoils the offered buffer of each crossing; keys are the crossings' rows.
 
     This row overwrites or deletes the buffer. If the row of the offer itself deletes the buffer,
-    the deletion is postponed to the end of the step, so the result is the end. Only arrays from
+    `wait` postpones the deletion, so the spoiler is the end of the step. Only arrays from
     before the step are ever deleted. For any other buffer the process only drops its reference,
     which is safe at any time.
     """
@@ -274,7 +275,7 @@ class _Receipts:
         self.wait(copies, returned, until)
 
     def lowered_with_them(self) -> Lowered:
-        """Returns the step with the added rows, and with the ends of its buffers found again."""
+        """Returns the step with the added rows, and finds anew which row frees each buffer."""
         if not self._before:
             return self.lowered
         lowered = self.lowered

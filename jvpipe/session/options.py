@@ -310,7 +310,7 @@ class PipelineOptions:
         checked_flag,
         "Recomputes whole layers, each by the program that ran its forward before. Results then "
         "do not depend on fates on any platform, since each layer has the same programs under all "
-        "of them. On CPUs they never do.",
+        "of them. On CPUs, results never depend on fates.",
         "memory",
         "",
         EVERY,

@@ -13,7 +13,7 @@ import numpy as np
 from jvpipe.util.brief import brief
 
 _LONGEST_NAME = 255
-"""The largest number of bytes that file systems allow in the name of a file or folder."""
+"""The largest number of bytes that the usual file systems allow in a file's or folder's name."""
 
 
 def checked_flag(name: str, value: Any) -> bool:
@@ -96,7 +96,7 @@ def checked_address(name: str, address: str) -> tuple[str, int]:
     """Returns the host and the port in a text of the form HOST:PORT.
 
     Raises:
-        ValueError: the text has another form; the message calls the option `name`.
+        ValueError: the text has another form. `name` is the option's name in the message.
 
     >>> checked_address("--coordinator", "host0:12345")
     ('host0', 12345)
@@ -111,7 +111,7 @@ def checked_fields(name: str, texts: Iterable[str]) -> dict[str, str]:
     """Returns the values in texts of the form NAME=VALUE, by the names of a model's fields.
 
     Raises:
-        ValueError: a text has another form; the message calls the option `name`.
+        ValueError: a text has another form. `name` is the option's name in the message.
 
     >>> checked_fields("--set", ["blocks=12"])
     {'blocks': '12'}

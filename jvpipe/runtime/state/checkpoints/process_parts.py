@@ -7,8 +7,8 @@ right. At each bar, the processes wait for each other:
     process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
     process 1          |  part-0001.safetensors  |                                                  |
 
-If one process fails, all processes raise an error. As the draft has its final name only at the end,
-the older generation then stays.
+If one process fails, all processes raise an error. The older generation then stays, because the
+draft gets its final name only at the end.
 """
 
 import json
