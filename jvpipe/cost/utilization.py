@@ -48,7 +48,8 @@ def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | 
 
     The utilization is these seconds divided by the seconds that the step takes. Each product of
     the forward counts three times, because the backward has two products for it. Recomputation and
-    elementwise operations do not count.
+    elementwise operations do not count. A product with a frozen parameter has only one product in
+    the backward, but it counts three times as well: if much is frozen, the utilization is too high.
 
     Args:
         traced: the model, traced for one micro-batch.
