@@ -10,11 +10,12 @@ keep, the narrower are the windows.
                         right[s] |<------ stages from s on ------| last layer
     window of bound s            [-------------]
 
-A stage reaches a cut if its layers' least seconds keep the cap, and their fewest bytes the
-limit. Neither is negative for a layer, so a longer stage never takes less, and the farthest end is
-found by bisection in prefix sums. One choice may not give both the least seconds and the fewest
-bytes, and other costs of a stage, such as its transfers, are left out. Both can only make windows
-wider. (Prices that join seconds and bytes made windows narrower, but steps up to 5% longer.)
+A stage reaches a cut if the sum of its layers' least seconds keeps the cap, and the sum of their
+fewest bytes keeps the limit. No layer has negative seconds or bytes, so a longer stage never takes
+less, and the farthest end is found by bisection in prefix sums. One choice may not give both the
+least seconds and the fewest bytes, and other costs of a stage, such as its transfers, are left out.
+Both can only make windows wider. (Prices that join seconds and bytes made windows narrower, but
+steps up to 5% longer.)
 """
 
 from collections.abc import Callable, Sequence
@@ -142,7 +143,7 @@ class Reach:
             pricing = self.pricing.at(s)
             offers = pricing.offers(s, slice(None))
             held = np.where(offers.there, offers.held_bytes, np.inf).min(1)
-            # A layer without a possible choice is told of elsewhere.
+            # Segments with a layer that has no possible choice are excluded by `least_bytes`.
             layers = np.where(np.isfinite(held), held, 0.0)
             self.fewest_bytes[s] = sums(layers) + pricing.segments.static_bytes(s)
         return self.fewest_bytes[s]

@@ -57,13 +57,13 @@ class FateEffort:
     """How many choices of fates are followed side by side (`dominance.py` defines a state).
 
     Attributes:
-        states: kept by a search over all layers of a device.
-        few_states: kept by the search for the fewest bytes, at first.
-        many_states: kept by that search if it is to be exact.
+        states: how many states a search for the fastest fates of a device keeps.
+        few_states: how many states a search for the fewest bytes keeps at first.
+        many_states: how many states that search keeps if it must be exact.
         overrun_price: the multiple of a byte's price that is charged for each byte by which a state
             will probably exceed the limit.
-        near_best: a choice counts little in estimates if it costs more than its layer's cheapest
-            choice by more than this share of the mean seconds of a layer.
+        near_best: a choice counts little in estimates if its cost exceeds that of its layer's
+            cheapest choice by more than this share of the mean seconds of a layer.
     """
 
     states: int = 16
@@ -82,8 +82,8 @@ class LimitEffort:
             emptiest plan of every choice of cuts.
         plans: how many plans are lowered to see what they hold.
         plans_of_few: the same for models of at most `every_cut_layers` layers.
-        held_times: another plan is lowered if planners count at most this many times the bytes of
-            the emptiest plan. Once lowered, it may hold less.
+        held_times: a further plan is lowered if its bytes, by the planners' count, are at most this
+            many times those of the emptiest plan. Its exact bytes may be fewer.
         exact_layers: models of more layers get a limit that suffices, near the smallest one.
         rounds_with_plan: for models of more than `exact_layers` layers, a search for the smallest
             limit ends after this many rounds if it has found a plan.
@@ -128,10 +128,10 @@ class OrderEffort:
         simulated: how many refined orders are simulated.
         crowded: how many further candidates are simulated if transfers share links. The times of
             `order_course.py` do not count that such transfers wait for each other.
-        polished: from how many simulated plans a climb starts in which each order is simulated
+        polished: how many of the simulated plans are the starts of climbs that simulate each order
             (`order_polish.py`).
         near_polish: these climbs start from plans that take at most this many times the fastest
-            one's seconds.
+            plan's seconds.
         polished_tasks: how many tasks each of these climbs may simulate.
         doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`,
             the share of idle time that other devices can use. If devices share workers, measured

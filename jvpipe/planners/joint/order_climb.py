@@ -164,7 +164,7 @@ def put(
 
 
 def all_moves(course: Course) -> Iterator[Move]:
-    """Yields every move of every step that fits, whether or not a longest path needs it.
+    """Yields all moves that fit, of all steps, even of steps that are on no longest path.
 
     Args:
         course: the order, with times and tails.

@@ -143,7 +143,7 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if nearly as good."""
+    """Picks the plan with the least `worth_s`, or 1F1B's plan if the gain over it is doubtful."""
     best = min(answers, key=lambda one: one.worth_s)
     # Devices that lend time share workers, so their measured seconds are uncertain, and a small
     # gain is doubtful.
@@ -420,7 +420,7 @@ def _from_rival(
     placements: Sequence[Placement],
     rival: RuledPlan,
 ) -> Iterator[RuledPlan]:
-    """Yields a rival's cuts in searched orders, with its fates, or with new ones if it swaps."""
+    """Yields plans with a rival's cuts in searched orders; fates that swap are chosen again."""
     problem = rival.problem
     decision = rival.decision
     schedule = problem.schedule

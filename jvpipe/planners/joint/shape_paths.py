@@ -14,8 +14,8 @@ are seconds:
 
     M          the number of micro-batches
     t, c       of the first stage, and of the link after it in both directions, per micro-batch
-    A          of the first stage's all-reduce, beyond the shortest possible backwards of the
-               layers before cut i, which hide the rest
+    A          by how much the first stage's all-reduce takes longer than the shortest possible
+               backwards of the layers before cut i, which run at the same time
     floor      the expected seconds of the stages before cut i: later stages need not be faster
 
     sum of H_e(i, m)     = t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)

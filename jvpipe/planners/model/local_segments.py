@@ -76,9 +76,9 @@ class LocalSegments:
     def few(self, cuts: Cuts, count: int) -> Cuts:
         """Picks cuts that are spread evenly over the work, and that few bytes cross.
 
-        A layer's work is the mean of two fractions: of all seconds, and of all gradient bytes. The
-        model is divided into sections of equal work. In each section, the cut that the fewest bytes
-        cross is picked.
+        A layer's work is the mean of its share of all seconds and its share of all gradient bytes.
+        The model is divided into sections of equal work. In each section, the cut that the fewest
+        bytes cross is picked.
 
         Args:
             cuts: the cuts to pick from; the first and the last, the ends of the model, stay.
