@@ -4,7 +4,7 @@ Legend: T is the cap, in seconds per micro-batch. left[s] is the last cut that t
 stages can reach if each of them keeps the cap and the memory limit. right[s] is the first
 cut from which the stages from s on can reach the end. In any plan that keeps the cap, bound
 s lies in the window [right[s], left[s]]. The nearer T is to the least cap that a plan can
-keep, the narrower are the windows.
+keep, the narrower the windows are.
 
     first layer |------ stages before s ------>| left[s]
                         right[s] |<------ stages from s on ------| last layer
@@ -84,8 +84,8 @@ class Reach:
         right = self.right(cap_s)
         windows = []
         for s in range(stages + 1):
-            # Each stage has at least one layer, so that at least s cuts come before bound
-            # s, and at least stages - s cuts after it.
+            # Each stage has at least one layer, so at least s cuts come before bound s, and at
+            # least stages - s cuts after it.
             first = max(int(np.searchsorted(cuts, right[s])), s)
             reached = int(np.searchsorted(cuts, left[s], "right"))
             last = min(reached, len(cuts) - (stages - s))
@@ -128,8 +128,8 @@ class Reach:
     def _limits(self, s: int, cap_s: float) -> list[tuple[OverJ, float]]:
         """Returns the least that layers take on a stage, in seconds and in bytes, and the limits.
 
-        What layers take comes as prefix sums. The limits are raised a little, so that rounding
-        does not exclude a cut.
+        What layers take is returned as prefix sums. The limits are raised a little, so that
+        rounding does not exclude a cut.
         """
         limits = [(self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12))]
         if self.pricing.limit_bytes < MOST_BYTES:

@@ -100,10 +100,11 @@ def _hidden_transfers(problem: Problem) -> Solution:
 
 
 def _of_any_order(problem: Problem) -> float:
-    """Bounds any order of tasks, as if devices shared all work evenly once each can begin.
+    """Bounds any order of tasks, as if devices began as early as possible and ended together.
 
     A backward counts whole or in halves, whichever takes less. If devices are alike, the d-th to
-    begin (d = 0, 1, ...) waits for at least d layers' forwards: d devices begin before it.
+    begin (d = 0, 1, ...) waits at least for the forwards of the first d layers, because d devices
+    begin before it.
     """
     layers = problem.costs.layers
     layers_s = []

@@ -6,7 +6,7 @@ and W are the first and the second half of a split backward. The search has thes
 
     placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee (`PLACEMENTS`)
     cuts        all cuts of a placement if there are few, else those that give devices equal work
-                and, if sends take time, the best by the surrogate
+                and, if sends take time, the best by a closed formula (`surrogate.py`)
     fates       the fastest that fit the limit with as many micro-batches in flight as a rule has,
                 and with other numbers of them (`ORDER.in_flight`)
     orders      from rules, from rules with W as late as bytes allow, from list scheduling

@@ -10,7 +10,7 @@ a segment [i, j) of layers, arrows show what crosses its bounds:
                           |           <--|---         ... the cotangents that come back
 
 `spans.py` counts what enters segments. To count what leaves them, the model is mirrored: if its n
-layers are counted from the end, [i, j) becomes [n - j, n - i), and what left [i, j) enters that.
+layers are counted from the end, what leaves [i, j) becomes what enters [n - j, n - i).
 
 Two more numbers are the bytes of the early values and waiting cotangents that the legend of
 `stage_bytes.py` describes. Early values depend on what is in flight on other stages, and waiting
@@ -85,8 +85,9 @@ class Crossings:
         """Counts the most bytes of values that arrive early and of cotangents that wait.
 
         Args:
-            in_flight: the micro-batches in flight on each stage up to the one of the segments.
-            later: the number of stages after it.
+            in_flight: the micro-batches in flight on each stage, up to and including the stage
+                that the segments stand for.
+            later: the number of stages after that stage.
             starts: where segments begin.
             ends: where they end.
         """

@@ -319,7 +319,7 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Makes one group for each device, relative to the limit of the roomiest device.
+    """Makes one group for each device; `less_bytes` is relative to the roomiest device's limit.
 
     Args:
         slowness: for each device, its `Group.slowness`.
