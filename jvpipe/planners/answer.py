@@ -25,8 +25,8 @@ class Answer:
         infeasible: why no plan was found, and a limit that would suffice; None if a plan was found.
         splits: the places at which layers are cut in two, as in `Plan.splits`.
         plan: the decision as a plan.
-        kinds: for each kind of shape (`Shape.kind`), the best plan among those that were judged
-            quickly; empty unless the planner also decided how many devices each stage has.
+        kinds: for each kind of shape (`Shape.kind`), the fastest rough plan that was found; empty
+            unless the planner also decided how many devices each stage has.
         compiled: what the hardware's compiler reports about each stage, if it was asked.
     """
 

@@ -17,7 +17,7 @@ def plan_of(problem: Problem, answer: Answer) -> Plan:
 def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
     """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
 
-    Each stage also has `host_bytes`, which the caller removes from the output of `--json`.
+    Each stage also has `host_bytes`, which tables show and which the output of `--json` omits.
 
     Args:
         problem: the problem to which the answer belongs.

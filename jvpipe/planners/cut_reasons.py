@@ -74,9 +74,9 @@ def _reason(
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
-    # A negative choice recomputes the layer, perhaps together with the layers after it. The
-    # moved cut would separate it from them. To keep it simple, the moved layer is counted as
-    # keeping its values, and the layer after it as keeping its input.
+    # If layer j has a negative choice, it is recomputed, perhaps together with the layers after
+    # it. The moved cut would separate layer j from these. To keep it simple, layer j is counted
+    # as keeping its values, and layer j + 1 at least as keeping its input.
     choices = list(decision.choices)
     choices[j] = max(choices[j], 0)
     choices[j + 1] = max(choices[j + 1], RECOMPUTE)
@@ -84,7 +84,7 @@ def _reason(
     place = problem.places[s - 1]
     limit = problem.limit_of(place)
     moved = [*stages[: s - 1], before, *stages[s:]]
-    if problem.places[s] == place:  # the device keeps the layer, in its other stage
+    if problem.places[s] == place:  # both stages are on one device, which keeps the layer
         moved[s] = stage_cost(problem, s, j + 1, k, choices)
     several = problem.schedule.chunks > 1
     who, other = f"stage {s - 1}", f"stage {s}"

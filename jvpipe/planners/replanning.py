@@ -44,7 +44,7 @@ def cuts_at_speeds(
     fixed_s: Sequence[float] = (),
     places: Sequence[int] = (),
 ) -> list[int]:
-    """Finds how many layers each stage should have, so that the slowest stage is fastest.
+    """Finds how many layers each stage should have, so that the slowest stage takes least time.
 
     Two exact dynamic programs run over all cuts, each in O(S L^2). The first finds the least
     seconds of the slowest stage. The second finds, among cuts whose stages take no longer than
@@ -68,7 +68,7 @@ def cuts_at_speeds(
     fixed_s = fixed_s or [0.0] * len(slowness)
     of_stages = zip(slowness, fixed_s, strict=True)
     stages = [slow * run_s + more_s for slow, more_s in of_stages]
-    # The least sum alone could make the slowest stage slower, which matters most for a step.
+    # The least sum alone could make the slowest stage slower, and that stage limits the step.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
@@ -135,14 +135,14 @@ class Rule:
 
 
 class Seen(NamedTuple):
-    """A step's seconds per micro-batch: of each layer, and of each stage's waits for copies."""
+    """A step's seconds per micro-batch: each layer's, and each stage's waits for copies."""
 
     layer_s: Sequence[float]
     exposed_s: Sequence[float]
 
 
 def all_of(parts: Sequence[Seen]) -> Seen:
-    """Adds up the parts of a step's seconds; a process has 0 for what other processes measure.
+    """Adds up the seconds that several processes measured, each with 0 for what others measure.
 
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
@@ -153,7 +153,7 @@ def all_of(parts: Sequence[Seen]) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """The cuts of a better plan, and the seconds per step that they save, as measured.
+    """The cuts of a better plan, and the seconds per step that they save by the measurements.
 
     `slowness` has, for each stage, how many times longer than planned its device takes for
     each layer of the model.

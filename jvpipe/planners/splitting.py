@@ -58,7 +58,7 @@ class SplitEffort:
         gain: the share of a step's seconds that finer layers must save.
         rounds: how many rounds of cutting there are at most; a later one may cut halves again.
         layers_per_stage: with more layers than this per stage, layers are not halved to keep
-            a limit, because a stage of such small layers would hold hardly fewer bytes.
+            a limit, because halving such small layers would save hardly any bytes.
         places: how many places `finer` tries in a layer, and how many sets of cuts `evener` tries.
     """
 
@@ -324,7 +324,8 @@ def even_places(
     def matrices() -> Iterator[Matrix]:
         """Yields each stage's seconds, by the place where it begins (row) and ends (column).
 
-        They include sending what crosses the place where the stage begins, and its cotangents.
+        They include transfers of the tensors that cross the place where the stage begins, and of
+        their cotangents.
         """
         for stage, time in enumerate(times):
             starts = slice(None) if stage else slice(1)
@@ -389,7 +390,7 @@ def _cuts(
 def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
     """Leaves out places inside layers that are less than `least_s` after the place before them.
 
-    If that place is inside a layer, too, the one of both with fewer bytes to send is kept. Places
+    If that place is inside a layer, too, the one of the two with fewer bytes is kept. Places
     between layers are never left out.
     """
     kept = [cuts[0]]

@@ -101,7 +101,7 @@ class InterleavedLists:
     def _warm(self, hops: int, first_round: int) -> int:
         """Counts the forwards before a device begins to run forwards and backwards in turn.
 
-        The first backward is one of the last chunk. So the whole first round passes all earlier
+        The first backward belongs to the last chunk. So the whole first round passes all earlier
         chunks before it. In the last chunk, micro-batch 0 goes through the `hops` later devices and
         comes back. While micro-batch 0 goes there, this device runs other forwards. With several
         chunks and whole backwards, it also runs other forwards while micro-batch 0 comes back.

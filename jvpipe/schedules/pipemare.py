@@ -1,10 +1,11 @@
 """PipeMare (MLSys 2021): an asynchronous schedule that keeps one version of the weights.
 
 A backward finds newer weights than its forward has read; technique T2 corrects this. The order of
-tasks is that of PipeDream. On stage s of S, F<m> reads version max(0, m - tau) and B<m> reads
-version m, where tau = S - 1 - s. (The paper's tau, (2 (S - s) + 1) / N with N micro-batches, is for
-a pipeline in which more tasks lie between a forward and its update.) The paper has three
-techniques. Here K is `anneal_updates`, D is `decay`, and w[t] is version t of the weights w:
+tasks is that of PipeDream. If an update follows each B, F<m> on stage s of S reads version
+max(0, m - tau), and B<m> reads version m, where tau = S - 1 - s. (The paper's tau,
+(2 (S - s) + 1) / N with N micro-batches, is for a pipeline in which more tasks lie between a
+forward and its update.) The paper has three techniques. Here K is `anneal_updates`, D is `decay`,
+and w[t] is version t of the weights w:
 
     T1  update t, counted from 0, is divided by tau ** (1 - t / K) if tau > 0 and t < K
     T2  B reads w - tau delta if tau > 0; each update changes delta, a mean of updates, to

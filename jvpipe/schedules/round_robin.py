@@ -10,9 +10,9 @@ and for odd micro-batches, and stage 1 has one. An update (U) comes every two mi
 
 A stage has as many micro-batches in flight as the next stage, plus one for each of its own devices.
 This number is rounded up to a multiple of the stage's devices, so that all its devices have equally
-many. The PipeDream paper has fewer in flight: as many as the stage and all later stages have
-devices. But then, on a stage with more devices than its neighbors, the devices would wait for one
-another.
+many. The PipeDream paper has fewer in flight: as many as there are devices on the stage and on all
+later stages together. But then, on a stage with more devices than its neighbors, the devices would
+wait for one another.
 """
 
 import math

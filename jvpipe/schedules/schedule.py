@@ -148,7 +148,7 @@ class Schedule:
 
         If every device runs all its forwards before its first backward, there are two phases,
         because the stage with the slowest forward may not have the slowest backward. Otherwise
-        there is one phase, and so there is in a stream, whose steps overlap.
+        there is one phase. A stream has one phase, too, because its steps overlap.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
@@ -170,7 +170,7 @@ class Schedule:
         return microbatches / self.period(microbatches)
 
     def versions(self, stage: int, stages: int) -> int:
-        """Counts the arrays that a stage holds per parameter: its versions, and their corrections.
+        """Counts the arrays that a stage holds per parameter: versions, and records of updates.
 
         Args:
             stage: the stage, counted from 0.
@@ -356,7 +356,7 @@ def _held(
     count = microbatches
     if not schedule.synchronous:
         # After this many micro-batches, the pipeline of a stream is full and holds no more later.
-        # Lists for stages that take turns say so themselves (`RoundRobin.in_flight`).
+        # For stages whose devices take turns, the lists give the number (`RoundRobin.in_flight`).
         in_flight = getattr(schedule.lists, "in_flight", ())
         count = max(microbatches, 2 * devices, *in_flight)
     lists = schedule.tasks(devices, count)

@@ -20,12 +20,12 @@ v-half, for S = 3 and M = 4:
     device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3 W3
 
 The three differ in how many micro-batches a device holds at most. A micro-batch that is held on one
-of the two chunks counts one half:
+of the two chunks, where its W has not run, counts one half:
 
     name      `memory`    micro-batches
     zb-v      "full"      S, as under 1F1B
-    v-half    "half"      S / 2 + 1.5
-    v-min     "least"     S / 3 + 1.5
+    v-half    "half"      S / 2 + 1, or S / 2 + 1 / 2 if S is odd
+    v-min     "least"     at most S / 3 + 4 / 3
 
 v-half and v-min give F, f, I and i of each micro-batch a numbered slot of time. From one
 micro-batch to the next, each number rises by six. W and w fill the slots that are left empty. Only

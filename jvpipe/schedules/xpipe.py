@@ -4,11 +4,11 @@ The order of tasks is that of PipeDream. w[n] are the weights after n updates. F
 prediction w[c] + d u. Here c is the newest version, d is the number of updates until B<m>, and u is
 what the last update added to the weights, whatever the optimizer (zero before the first update).
 B<m> reads w[c + d]. In the paper, u is Adam's step, and the prediction that is made for the first
-micro-batch of a batch serves all of the batch.
+micro-batch of a batch is used for the whole batch.
 
 Forwards that are recomputed for a backward read the backward's weights. A parameter that several
 stages read is not predicted: a backward reads the version that its forward has read. This version
-is kept until then, despite `stash=False`.
+is kept until the backward, despite `stash=False`.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -1,1 +1,1 @@
-"""Simulation: predicts the seconds and bytes of a run from the lists that the controller reads."""
+"""Simulation: predicts the seconds and bytes of a run, from its rows or from lists of tasks."""

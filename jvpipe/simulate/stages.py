@@ -131,7 +131,7 @@ class StageWork:
         """The names of the resources, in the order of their numbers (see resources.py)."""
         devices = 1 + max(self.places)
         # The graph counts resources up to the last that a task occupies. All after the links are
-        # networks. Each machine has two, but tasks may use only the first of the last machine's.
+        # networks. Each machine has two, but perhaps no task occupies the second of the last one.
         networks = max(0, self.work.resources - 4 * devices)
         return resource_names(self.stages, devices, machines=(networks + 1) // 2)
 

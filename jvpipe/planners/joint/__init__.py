@@ -1,1 +1,1 @@
-"""jvpipe's own planner: cuts and fates chosen together."""
+"""jvpipe's own planner: searches cuts, fates, orders of tasks and shapes of pipelines."""

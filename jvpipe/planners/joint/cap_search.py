@@ -329,7 +329,7 @@ def _rest(
             boxes.append((low, with_entry(above, phase, middle)))
             if middle < highest:
                 boxes.append((with_entry(low, phase, middle), above))
-        # In the boxes of later phases, this phase has at least the given maximum, so that no two
-        # boxes overlap.
+        # In the boxes of later phases, this phase has at least the given maximum, so no two boxes
+        # overlap.
         low = with_entry(low, phase, maximum)
     return boxes

@@ -6,15 +6,15 @@ is also the index of its column.
 
 Each choice of a layer has, per micro-batch:
 
-    kept_bytes      that stay on the device between the layer's forward and backward
-    swapped_bytes   that go to the host in between
-    handed_bytes    held between the two halves of the layer's backward; the same for all choices,
-                    unless the whole backward runs in the second half
-    working_bytes   needed while the layer runs, in addition to what is held
-    own_s           by how much the choice makes the layer's backward longer
+    kept_bytes      bytes that stay on the device between the layer's forward and backward
+    swapped_bytes   bytes that go to the host in between
+    handed_bytes    bytes held between the two halves of the layer's backward; the same for all
+                    choices, unless the whole backward runs in the second half
+    working_bytes   bytes needed while the layer runs, in addition to what is held
+    own_s           seconds by which the choice makes the layer's backward longer
 
 A run is a layer with `RECOMPUTE` and the layers after it with `RECOMPUTE_CHAIN`. Their forwards run
-again together, from the first layer's input, so that the working bytes of a run grow from layer to
+again together, from the first layer's input, so the working bytes of a run grow from layer to
 layer. Each layer adds its `residual_bytes`, and each layer but the first also adds its
 `input_bytes`. The last layer of a run works with `recompute_peak_bytes` in place of its residuals.
 """
@@ -147,8 +147,8 @@ class Choices:
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
         """Lists for each layer the choices that may lead to the fewest bytes.
 
-        A column is left out if another column is nowhere worse: the other one holds no more at any
-        of the flights, needs no more working bytes, and leaves at least as many bytes. Leaving more
+        A column is left out if another column is nowhere worse: the other one holds no more bytes
+        in any flight, needs no more working bytes, and leaves at least as many bytes. Leaving more
         is better here, because what a layer leaves is subtracted from the needs of earlier layers
         (`dominance.py`).
 

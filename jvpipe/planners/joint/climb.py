@@ -175,7 +175,7 @@ class Climb:
             if rank[0] < OVER:
                 self.tasks -= self._each
                 step_s = simulated_step_s(self.problem, self._stages(decision))
-                # Rounded, so that plans that differ only in rounding errors rank by bytes.
+                # Rounding lets plans that differ only in rounding errors rank by bytes.
                 rank = float(f"{step_s:.9e}"), *rank[1:]
             self.ranks[decision] = rank
         return self.ranks[decision]

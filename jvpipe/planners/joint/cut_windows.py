@@ -4,17 +4,18 @@ Legend: T is the cap, in seconds per micro-batch. left[s] is the last cut that t
 stages can reach if each of them keeps the cap and the memory limit. right[s] is the first
 cut from which the stages from s on can reach the end. In any plan that keeps the cap, bound
 s lies in the window [right[s], left[s]]. The nearer T is to the least cap that a plan can
-keep, the narrower are the windows.
+keep, the narrower the windows are.
 
     first layer |------ stages before s ------>| left[s]
                         right[s] |<------ stages from s on ------| last layer
     window of bound s            [-------------]
 
-A stage reaches a cut if its layers' least seconds keep the cap, and their fewest bytes the
-limit. Neither is negative for a layer, so a longer stage never takes less, and the farthest end is
-found by bisection in prefix sums. One choice may not give both the least seconds and the fewest
-bytes, and other costs of a stage, such as its transfers, are left out. Both can only make windows
-wider. (Prices that join seconds and bytes made windows narrower, but steps up to 5% longer.)
+A stage reaches a cut if the sum of its layers' least seconds keeps the cap, and the sum of their
+fewest bytes keeps the limit. No layer has negative seconds or bytes, so a longer stage never takes
+less, and the farthest end is found by bisection in prefix sums. One choice may not give both the
+least seconds and the fewest bytes, and other costs of a stage, such as its transfers, are left out.
+Both can only make windows wider. (Prices that join seconds and bytes made windows narrower, but
+steps up to 5% longer.)
 """
 
 from collections.abc import Callable, Sequence
@@ -83,8 +84,8 @@ class Reach:
         right = self.right(cap_s)
         windows = []
         for s in range(stages + 1):
-            # Each stage has at least one layer, so that at least s cuts come before bound
-            # s, and at least stages - s cuts after it.
+            # Each stage has at least one layer, so at least s cuts come before bound s, and at
+            # least stages - s cuts after it.
             first = max(int(np.searchsorted(cuts, right[s])), s)
             reached = int(np.searchsorted(cuts, left[s], "right"))
             last = min(reached, len(cuts) - (stages - s))
@@ -127,8 +128,8 @@ class Reach:
     def _limits(self, s: int, cap_s: float) -> list[tuple[OverJ, float]]:
         """Returns the least that layers take on a stage, in seconds and in bytes, and the limits.
 
-        What layers take comes as prefix sums. The limits are raised a little, so that rounding
-        does not exclude a cut.
+        What layers take is returned as prefix sums. The limits are raised a little, so that
+        rounding does not exclude a cut.
         """
         limits = [(self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12))]
         if self.pricing.limit_bytes < MOST_BYTES:
@@ -142,7 +143,7 @@ class Reach:
             pricing = self.pricing.at(s)
             offers = pricing.offers(s, slice(None))
             held = np.where(offers.there, offers.held_bytes, np.inf).min(1)
-            # A layer without a possible choice is told of elsewhere.
+            # Segments with a layer that has no possible choice are excluded by `least_bytes`.
             layers = np.where(np.isfinite(held), held, 0.0)
             self.fewest_bytes[s] = sums(layers) + pricing.segments.static_bytes(s)
         return self.fewest_bytes[s]

@@ -6,9 +6,9 @@ orders get a whole search (`PLAN.searched_orders`).
 
 The promise of an order is the fewest seconds of a step by the surrogate (`stage_cost.py`). The
 surrogate covers only one stage per device and whole backwards. For any other schedule, it counts
-the seconds of 1F1B. An order of devices for which no plan fits comes after all orders with a plan.
-Such orders are compared by the smallest limit that suffices. If the order of tasks is open
-(`schedule="auto"`), this is the smallest limit with one micro-batch in flight at a time.
+the seconds of 1F1B. Orders of devices for which no plan fits come after all others, and are
+compared by the smallest limit that suffices. If the order of tasks is open (`schedule="auto"`),
+this is the smallest limit with one micro-batch in flight at a time.
 """
 
 import math

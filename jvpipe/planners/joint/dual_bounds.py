@@ -88,8 +88,8 @@ class Relaxation(NamedTuple):
 class Pricing:
     """All choices of all layers under a limit, and the bounds that prices prove for segments.
 
-    If a stage has several devices, each works on a share of a micro-batch, so that choices
-    cost less there: `at` returns the pricing of such a stage.
+    If a stage has several devices, each works on a share of a micro-batch, so choices cost
+    less there: `at` returns the pricing of such a stage.
 
     Attributes:
         segments: of the model.

@@ -34,8 +34,8 @@ class CutEffort:
         cap_tolerance: how near the least cap is found, as a share of it.
         trip_caps: the caps under which paths with short round trips are made, as multiples of the
             least cap; the last ones are for steps of few micro-batches.
-        trip_weights: what it is worth to shorten the worst round trip by a second, in seconds of
-            the sum over stages (`share` in `trips.py`).
+        trip_weights: weights of the worst round trip (`share` in `trips.py`): shortening it by a
+            second is worth this many seconds of the sum over stages.
         trip_tolerance: how near the least cap for round trips is found, as a share of it.
     """
 
@@ -57,13 +57,13 @@ class FateEffort:
     """How many choices of fates are followed side by side (`dominance.py` defines a state).
 
     Attributes:
-        states: kept by a search over all layers of a device.
-        few_states: kept by the search for the fewest bytes, at first.
-        many_states: kept by that search if it is to be exact.
+        states: how many states a search for the fastest fates of a device keeps.
+        few_states: how many states a search for the fewest bytes keeps at first.
+        many_states: how many states that search keeps if it must be exact.
         overrun_price: the multiple of a byte's price that is charged for each byte by which a state
             will probably exceed the limit.
-        near_best: a choice counts little in estimates if it costs more than its layer's cheapest
-            choice by more than this share of the mean seconds of a layer.
+        near_best: a choice counts little in estimates if its cost exceeds that of its layer's
+            cheapest choice by more than this share of the mean seconds of a layer.
     """
 
     states: int = 16
@@ -82,8 +82,8 @@ class LimitEffort:
             emptiest plan of every choice of cuts.
         plans: how many plans are lowered to see what they hold.
         plans_of_few: the same for models of at most `every_cut_layers` layers.
-        held_times: another plan is lowered if planners count at most this many times the bytes of
-            the emptiest plan. Once lowered, it may hold less.
+        held_times: a further plan is lowered if its bytes, by the planners' count, are at most this
+            many times those of the emptiest plan. Its exact bytes may be fewer.
         exact_layers: models of more layers get a limit that suffices, near the smallest one.
         rounds_with_plan: for models of more than `exact_layers` layers, a search for the smallest
             limit ends after this many rounds if it has found a plan.
@@ -122,16 +122,16 @@ class OrderEffort:
         all_cuts: if a placement has at most this many choices of cuts, all are tried.
         in_flight: before list scheduling, fates are chosen that leave room for each of
             these numbers of micro-batches in flight on a device's first stage.
-        caps: list scheduling is given room on each device for this many micro-batches, times the
-            number of devices. Under a limit, only rooms below the real one are tried, and then the
-            real one.
+        caps: list scheduling is tried with room on each device for this many micro-batches times
+            the number of devices. Under a limit, only rooms below the real one are tried, and then
+            the real one.
         simulated: how many refined orders are simulated.
         crowded: how many further candidates are simulated if transfers share links. The times of
-            `order_course.py` do not count that such transfers wait for each other.
-        polished: from how many simulated plans a climb starts in which each order is simulated
+            `order_course.py` leave out the waits of such transfers for each other.
+        polished: how many of the simulated plans are the starts of climbs that simulate each order
             (`order_polish.py`).
         near_polish: these climbs start from plans that take at most this many times the fastest
-            one's seconds.
+            plan's seconds.
         polished_tasks: how many tasks each of these climbs may simulate.
         doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`,
             the share of idle time that other devices can use. If devices share workers, measured
@@ -165,7 +165,8 @@ class RuleEffort:
         simulated_tasks: the tasks simulated while bounds move under a rule.
         around: how many neighbors of the best plan under a rule are climbed from too.
         few_layers: more is tried for models of at most this many layers.
-        refined_layers: models of more layers take the surrogate's plan of one stage per device.
+        refined_layers: for models of more layers, plans of one stage per device are the
+            surrogate's best, and are not simulated to improve them.
     """
 
     moved_tasks: int = 30_000
@@ -192,9 +193,9 @@ class PlanEffort:
             of the work.
         imbalance: for models of more than `hasty_layers` layers, swaps are tried if the
             slowest stage takes more than this many times its even share of the work.
-        host_crowding: the factor by which the surrogate slows down the link to the host. Devices
-            wait for a link that is never idle: transfers that the surrogate counts as hidden cost
-            up to half of a simulated step.
+        host_crowding: the factor by which the surrogate slows down the link to the host. If the
+            link is never idle, devices wait even for transfers that the surrogate counts as
+            hidden. These waits take up to half of a simulated step.
         places: the most cuts by which a bound moves under a limit.
         shifted: how many plans whose stages move to the next device are tried in a round.
         starts: how many plans are climbed from.

@@ -144,9 +144,9 @@ def _of_every_cut(
 ) -> Iterator[Decision]:
     """Yields the emptiest plan for each choice of cuts, as long as it may be the emptiest of all.
 
-    Plans come in the order of the planners' count, which is right even if the count is wrong by
-    the same bytes for all plans. The generator ends at a plan whose count is well above both the
-    first plan's count and the emptiest plan's exact bytes (`LIMIT.held_times`).
+    Plans come in the order of the planners' count. The order is right even if the count is wrong
+    by the same bytes for all plans. The generator ends at a plan whose count is well above both
+    the first plan's count and the emptiest plan's exact bytes (`LIMIT.held_times`).
 
     Args:
         problem: as in `floor`.

@@ -100,10 +100,11 @@ def _hidden_transfers(problem: Problem) -> Solution:
 
 
 def _of_any_order(problem: Problem) -> float:
-    """Bounds any order of tasks, as if devices shared all work evenly once each can begin.
+    """Bounds any order of tasks, as if devices began as early as possible and ended together.
 
     A backward counts whole or in halves, whichever takes less. If devices are alike, the d-th to
-    begin (d = 0, 1, ...) waits for at least d layers' forwards: d devices begin before it.
+    begin (d = 0, 1, ...) waits at least for the forwards of the first d layers, because d devices
+    begin before it.
     """
     layers = problem.costs.layers
     layers_s = []
@@ -135,7 +136,11 @@ def _of_stream(problem: Problem, stages: Stages) -> float:
 
 
 def _of_two_phases(problem: Problem, stages: Stages) -> float:
-    """Bounds GPipe: a micro-batch through all stages, and M - 1 times the slowest of each phase."""
+    """Bounds a step of GPipe from below.
+
+    The first micro-batch passes all stages, and each of the other M - 1 adds the seconds of each
+    phase's slowest stage.
+    """
     slowest_s = sum(map(least_max, phases(problem, stages)))
     ways_s = []
     for x, t in stages:
@@ -150,7 +155,7 @@ def _of_1f1b(
     stages: Stages,
     segments: Segments,
 ) -> float:
-    """Bounds 1F1B by its slowest stage: M t, plus the longer of its updates and earlier layers."""
+    """Bounds 1F1B by its slowest stage: M t + max(its all-reduce and updates, earlier layers)."""
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut

@@ -18,8 +18,8 @@ from jvpipe.planners.joint.lot import Lot
 class Fewest(NamedTuple):
     """The fewest bytes that were found, and the choices that take them.
 
-    If none were found, `held_bytes` is the number below which they were searched for, and
-    there are no choices. No choices take fewer bytes than `bound_bytes`.
+    If no choices were found, `choices` is empty, and `held_bytes` is the number below which the
+    search looked for them. No choices take fewer bytes than `bound_bytes`.
     """
 
     held_bytes: float

@@ -164,7 +164,7 @@ def put(
 
 
 def all_moves(course: Course) -> Iterator[Move]:
-    """Yields every move of every step that fits, whether or not a longest path needs it.
+    """Yields all moves that fit, of all steps, even of steps that are on no longest path.
 
     Args:
         course: the order, with times and tails.
@@ -186,8 +186,8 @@ def _neighbors(course: Course, draw: Random) -> Iterator[Move]:
     for block in blocks:
         steps = course.lists[block.device]
         # The first block of the path starts at time 0: it waits for no other device, so another
-        # front gains nothing. No other device waits for the last block, so that another end
-        # gains nothing.
+        # front gains nothing. No other device waits for the last block, so another end gains
+        # nothing.
         if course.starts[steps[block.first]] > 0.0:
             yield from _ahead(course, block)
         if course.tails[steps[block.last]] > course.updates_s[block.device]:

@@ -16,8 +16,8 @@ over the lists, device by device as far as each can go, finds all times (`run`).
 backwards finds all tails (`follow`). A walk back from the end of the order finds a longest path and
 its blocks (`path`). Columns of this drawing are equal times; dots are pauses:
 
-    device 0   F0 F1 F2 B0 .. B1 .. B2      the longest path is F0 here, the block below, and B2
-    device 1   .. F0 B0 F1 B1 F2 B2
+    device 0   F0 F1 F2 B0 .. B1 .. B2      the longest path: F0 of device 0, the block of
+    device 1   .. F0 B0 F1 B1 F2 B2         device 1, and B2 of device 0
                   +--- a block ---+
 
 A backward may begin early: it may recompute for `early_s` seconds before it reads its cotangents.
@@ -96,8 +96,8 @@ class Course:
         self.M = M
         self.cells = cells
         self.to, self.source = _ways(M, cells)
-        # A whole backward and a first half have the same number, so that splitting a backward
-        # changes no other number.
+        # A whole backward and a first half have the same number, so splitting a backward changes
+        # no other number.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
 
         def by_step(kinds: Iterable[Sequence[_T]]) -> list[_T]:
@@ -110,7 +110,7 @@ class Course:
         # Backwards are whole until `flip` splits them.
         kinds = Kind.F, Kind.B, Kind.W
         none_s = [0.0] * len(loads.places)
-        return_s = 0.0, *loads.send_s[:-1]  # of each stage, to the stage before
+        return_s = 0.0, *loads.send_s[:-1]  # for each stage, of returns to the stage before
         self.seconds = by_step(loads.seconds[kind] for kind in kinds)
         self.bytes = by_step(loads.more_bytes[kind] for kind in kinds)
         self.send_s = by_step([loads.send_s, return_s, none_s])

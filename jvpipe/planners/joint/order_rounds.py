@@ -114,8 +114,9 @@ class Rounds:
     def _before_backward(self) -> list[int]:
         """Counts for each device the forwards after its first one and before its first backward.
 
-        If the device before, which makes the inputs, does not run all forwards first, a device
-        takes fewer forwards than the device before, or none if that one takes none.
+        A device takes fewer forwards than the device before it, which makes its inputs, or none if
+        that device takes none. If the device before runs all its forwards first, there is no such
+        limit.
         """
         loads = self._loads
         more = [0] * self._count

@@ -6,7 +6,7 @@ and W are the first and the second half of a split backward. The search has thes
 
     placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee (`PLACEMENTS`)
     cuts        all cuts of a placement if there are few, else those that give devices equal work
-                and, if sends take time, the best by the surrogate
+                and, if sends take time, the best by a closed formula (`surrogate.py`)
     fates       the fastest that fit the limit with as many micro-batches in flight as a rule has,
                 and with other numbers of them (`ORDER.in_flight`)
     orders      from rules, from rules with W as late as bytes allow, from list scheduling
@@ -143,7 +143,7 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if nearly as good."""
+    """Picks the plan with the least `worth_s`, or 1F1B's plan if the gain over it is doubtful."""
     best = min(answers, key=lambda one: one.worth_s)
     # Devices that lend time share workers, so their measured seconds are uncertain, and a small
     # gain is doubtful.
@@ -420,7 +420,7 @@ def _from_rival(
     placements: Sequence[Placement],
     rival: RuledPlan,
 ) -> Iterator[RuledPlan]:
-    """Yields a rival's cuts in searched orders, with its fates, or with new ones if it swaps."""
+    """Yields plans with a rival's cuts in searched orders; fates that swap are chosen again."""
     problem = rival.problem
     decision = rival.decision
     schedule = problem.schedule

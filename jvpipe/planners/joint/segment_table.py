@@ -10,8 +10,8 @@ counted quickly, and the search refines only the stages of the plans that look b
                everything; infinite if no fates fit
 
 Bounds only rise. So if a plan is the best by these numbers and its stages are all settled,
-no plan is better. There is one exception: a search for fates may miss the best ones. Its cell
-is then recorded in `Table.unproven`.
+no plan is better. There is one exception: a search for the fates of a cell may miss the best
+ones. Then the cell is recorded in `Table.unproven`.
 
 Legend: a cell (s, i, j) is the segment of layers [i, j) as stage s. A path is the bounds of
 all stages, from 0 to the number of layers.
@@ -43,7 +43,7 @@ class Effort:
 
     Attributes:
         quick: how many states a first search for a cell's fates keeps after each layer.
-        thorough: how many a second search keeps; it runs if the first may have missed the best.
+        thorough: how many states a second search keeps, if the first may have missed the best.
         tolerance: the relative difference up to which seconds count as equal.
         layers: the search ends once fates were chosen for this many layers, over all cells.
     """

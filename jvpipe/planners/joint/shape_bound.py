@@ -110,12 +110,12 @@ def _least_cap_s(
     """
 
     def is_enough(cap_s: float) -> bool:
-        # `counts` rises, so that the first count that fits is the fewest replicas, rho.
+        # `counts` rises, so the first count that fits is the fewest replicas, rho.
         fits = stages_s <= cap_s
         first = counts[fits.argmax(0)]
         need = np.where(fits.any(0), first, np.inf)
-        # fewest[j] is the fewest devices for the layers before cut j. Its last stage begins at some
-        # cut i < j, and the stages before it take fewest[i] devices.
+        # fewest[j] is the fewest devices for the layers before cut j. If the last stage of these
+        # layers begins at cut i < j, the stages before it take fewest[i] devices.
         fewest = np.zeros(len(need))
         for j in range(1, len(fewest)):
             fewest[j] = (fewest[:j] + need[:j, j]).min()

@@ -13,9 +13,10 @@ which gives its micro-batches in flight; m and r give its devices and so its lin
 are seconds:
 
     M          the number of micro-batches
-    t, c       of the first stage, and of the link after it in both directions, per micro-batch
-    A          of the first stage's all-reduce, beyond the shortest possible backwards of the
-               layers before cut i, which hide the rest
+    t          of the first stage, per micro-batch
+    c          of the link after the first stage, in both directions, per micro-batch
+    A          by how much the first stage's all-reduce takes longer than the shortest possible
+               backwards of the layers before cut i, which run at the same time
     floor      the expected seconds of the stages before cut i: later stages need not be faster
 
     sum of H_e(i, m)     = t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
@@ -85,7 +86,7 @@ class Ground:
 
     @cached_property
     def shown_s(self) -> list[Float[np.ndarray, "n n m"]]:
-        """A of the module, for each number of replicas: by i, j and m."""
+        """For each number of replicas, the module's A by i, j and m."""
         segments = self.segments
         reducing = segments.shapes.cluster.reducing
         shares = [segments.share(self.size, r) for r in self.counts]

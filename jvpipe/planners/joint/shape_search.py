@@ -208,7 +208,7 @@ class _ShapeSearch:
         cuts: Cuts,
         units: int,
     ) -> Iterator[Ground]:
-        """Yields a ground to search for paths for each order of devices, divided into equal units.
+        """Yields a ground (`Ground`) for each order of devices, divided into equal units.
 
         The devices of a unit are placed together. If a unit has several devices, there is one more
         ground, for stages of one device each.
@@ -282,7 +282,7 @@ class _ShapeSearch:
     def climb(self, plan: RoughPlan) -> None:
         """Goes from a plan to its fastest neighbor, as long as that neighbor is faster.
 
-        Ends at a plan that was climbed from before.
+        The climb also ends at a plan that was climbed from before.
         """
         for _ in range(SHAPE.climbs):
             if plan.path in self.climbed:
@@ -299,7 +299,10 @@ class _ShapeSearch:
             plan = best
 
     def _recut(self, shape: Shape) -> list[Path]:
-        """Finds a shape's best cuts by the surrogate; empty if the user has fixed the cuts."""
+        """Finds a shape's best cuts by a closed formula (`surrogate.py`).
+
+        Empty if the shape has one place, if the user has fixed the cuts, or if nothing fits.
+        """
         if len(shape.places) == 1 or self.shapes.pins.bounds:
             return []
         with suppress(Infeasible):

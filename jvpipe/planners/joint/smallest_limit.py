@@ -226,10 +226,10 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> Floor | None:
     rounds = 0
     while True:
         rounds += 1
-        # Each path has a highest bound, that of its fullest segment. `highest` is the least
-        # of them over all paths, so no plan holds less, and a plan that holds no more is
-        # the emptiest, unless `fewest_bytes` missed the fewest bytes of a settled segment.
-        # The loop ends, because each round settles another segment.
+        # Each path has a highest bound, that of its fullest segment. `highest` is the least of
+        # these over all paths. So no plan holds less, and a plan that holds no more is the
+        # emptiest, unless `fewest_bytes` missed the fewest bytes of a settled segment. The loop
+        # ends, because each round settles another segment.
         highest = least_max(peaks.bytes)
         if highest == np.inf:
             return None
@@ -259,10 +259,10 @@ def longer_bytes(
     The choices of a longer segment also suit the known segment inside it. So the longer one
     needs at least as many bytes, less three differences:
 
-    - A run (layers that are recomputed together) may begin before the known segment. Inside the
-      known segment it begins with the first layer, whose input is then kept in place of the input
-      of an earlier layer.
-    - A run may end after the known segment. Cut off at the segment's end, it may need more there.
+    - A run (layers that are recomputed together) may begin before the known segment. In the known
+      segment alone, the run begins with the segment's first layer. The input of that layer is then
+      kept in place of the input of an earlier layer.
+    - A run may end after the known segment. If it is cut off there, its last layer may need more.
     - Shared values that only later layers read are freed before the known segment works.
 
     Args:

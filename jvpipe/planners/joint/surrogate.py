@@ -6,8 +6,8 @@ many, each bound of the stages gets a window: the cuts at which the bound can li
 longer than a cap (`cut_windows.py`). The widest windows that the effort allows are taken.
 
 A model of few layers is searched until the best is proven. A larger model is searched until the
-best is near enough to its bound, or until the effort is used up. The numbers of `effort` below, and
-of `CUTS` in `effort.py`, may be changed.
+best is near enough to the lower bound of any plan, or until the effort is used up. The numbers of
+`effort` below, and of `CUTS` in `effort.py`, may be changed.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ r - a + 1 times T:
 
     t_a + c_(a+1) + t_(a+1) + ... + c_r + t_r  <=  (r - a + 1) T      for all a <= r
 
-Let u_r be the most by which a group that ends with stage r exceeds the right side. Then
+Let u_r be the most by which the left side exceeds the right side, over all a <= r. Then
 
     u_r = t_r - T + max(0, u_(r-1) + c_r)
 

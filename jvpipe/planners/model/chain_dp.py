@@ -12,7 +12,8 @@ that begins with the best path up to it. S stages between n cuts take S n ** 2 s
 
 `least_max` and `sums_through` need a first matrix of one row, and a last matrix of one column.
 
-`least_sufficient` finds the least cap on stages under which there is a path, or any such number.
+`least_sufficient` finds the least number that suffices, such as the least cap on stages under which
+there is a path.
 """
 
 from collections.abc import Callable, Iterable, Sequence

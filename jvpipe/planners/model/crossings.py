@@ -9,12 +9,13 @@ a segment [i, j) of layers, arrows show what crosses its bounds:
     sent                  |           ---|-->         values that later layers read, and ...
                           |           <--|---         ... the cotangents that come back
 
-`spans.py` counts what enters segments. What leaves a segment enters its mirror image: if layers are
-counted from the end of the model, [i, j) becomes [n - j, n - i), and what went forward comes back.
+`spans.py` counts what enters segments. To count what leaves them, the model is mirrored: if its n
+layers are counted from the end, what leaves [i, j) becomes what enters [n - j, n - i).
 
 Two more numbers are the bytes of the early values and waiting cotangents that the legend of
-`stage_bytes.py` describes. They depend on what is in flight on other stages. They are sums of
-spans, too: a value that counts several times has several spans (`_early`, `_late`).
+`stage_bytes.py` describes. Early values depend on what is in flight on other stages, and waiting
+cotangents on how far away their senders are. Both are sums of spans, too: a value that counts
+several times has several spans (`_early`, `_late`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,7 +68,7 @@ class Crossings:
         return self._received.over(starts, ends)
 
     def returned(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes of the cotangents of these values."""
+        """Counts the bytes of the cotangents that segments return for the values they received."""
         return self._returned.over(starts, ends)
 
     def sent(self, starts: Cuts, ends: Cuts) -> Grid:
@@ -84,8 +85,9 @@ class Crossings:
         """Counts the most bytes of values that arrive early and of cotangents that wait.
 
         Args:
-            in_flight: the micro-batches in flight on each stage up to the one of the segments.
-            later: the number of stages after it.
+            in_flight: the micro-batches in flight on each stage, up to and including the stage
+                that the segments stand for.
+            later: the number of stages after that stage.
             starts: where segments begin.
             ends: where they end.
         """
@@ -97,7 +99,7 @@ class Crossings:
         return early + self._backwards(self._late_spans(count), starts, ends)
 
     def _mirrored(self, layers: Cuts) -> Cuts:
-        """Counts layers from the end: what a segment sends, its mirror image receives."""
+        """Counts layers from the end, so that a segment's mirror image receives what it sends."""
         return self._n - 1 - layers
 
     def _backwards(

@@ -93,10 +93,11 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
 
     The least time is found by halving an interval. To try a time, the cuts at which stages can end
     are found, from the first stage to the last. A stage begins at the nearest cut before its end at
-    which the stages before it can end, because a farther cut would only make it longer. It may take
-    the time tried. The layers between neighbouring cuts are a piece. A stage of one piece may also
-    take `least_s`, the time of the slowest piece on its fastest device, because the longest stage
-    takes at least that in any case. Each of some 40 tries takes O(stages * cuts).
+    which the stages before it can end, because a farther cut would only make it longer. No stage
+    may take more than the time tried, with one exception: a stage of one piece, which is the layers
+    between neighbouring cuts, may also take `least_s`. That is the time of the slowest piece on its
+    fastest device, and the longest stage takes at least that in any case. Each of some 40 tries
+    takes O(stages * cuts).
 
     Args:
         totals: for each stage, the seconds of all layers before each cut on the stage's device.

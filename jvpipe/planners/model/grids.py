@@ -58,7 +58,7 @@ def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
         starts: where segments begin.
         ends: where they end.
     """
-    # A column for each layer, not only for each end: the largest number may be between two ends.
+    # There is a column for each layer, because the largest number may be between two ends.
     every = ends_up_to(starts, ends)
     of_layers = layers[every - 1]
     inside = every > starts[:, None]
@@ -96,10 +96,10 @@ def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
 
 
 def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
-    """Counts the least seconds of all-reduces that no backward hides.
+    """Returns a lower bound on the part of each all-reduce that does not overlap with backwards.
 
-    They are the latency or, if larger, the excess of the all-reduce over the backwards. The true
-    seconds may be more, because a layer's gradients are reduced only after the layer's backward.
+    The bound is the latency or, if larger, the excess of the all-reduce over the backwards. The
+    part may be longer, because a layer's gradients are reduced only after the layer's backward.
 
     Args:
         whole_s: the seconds of each segment's all-reduce.

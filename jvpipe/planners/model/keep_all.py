@@ -106,7 +106,7 @@ class KeepAll:
 
     @cached_property
     def _block(self) -> CutBlock:
-        """All segments as stage s; only numbers that are the same for stages like it are read."""
+        """All segments as stage s; only numbers that do not differ between stages are read."""
         return self.segments.block(self.s, self.cuts, self.cuts)
 
     @cached_property

@@ -76,9 +76,9 @@ class LocalSegments:
     def few(self, cuts: Cuts, count: int) -> Cuts:
         """Picks cuts that are spread evenly over the work, and that few bytes cross.
 
-        A layer's work is the mean of two fractions: of all seconds, and of all gradient bytes. The
-        model is divided into sections of equal work. In each section, the cut that the fewest bytes
-        cross is picked.
+        A layer's work is the mean of its share of all seconds and its share of all gradient bytes.
+        The model is divided into sections of equal work. In each section, the cut that the fewest
+        bytes cross is picked.
 
         Args:
             cuts: the cuts to pick from; the first and the last, the ends of the model, stay.
@@ -175,12 +175,13 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # Bytes are counted for a stand-in: stage `near` of a pipeline of three stages, which are
-        # numbered from the end. Values arrive early at a stage if the stage before it has more
-        # micro-batches in flight. This is so for the present stage if behind < microbatches. Then
-        # the stand-in is number 1 or 2, where values arrive early, too. Otherwise, the stand-in is
-        # number 3, the first stage, or the stage's own number if that is smaller. `more` is how
-        # many more micro-batches the stage has in flight than its stand-in.
+        # In place of the stage, a stand-in is counted: a stage of a pipeline of three stages. Its
+        # number `near` counts stages from the end, where the last stage is number 1. Values arrive
+        # early at a stage if the stage before it has more micro-batches in flight. If behind <
+        # microbatches, they arrive early at the present stage. Then the stand-in is number 1 or 2,
+        # where values arrive early, too. Otherwise, the stand-in is number 3, the first stage, or
+        # the stage's own number if that is smaller. `more` is how many more micro-batches the
+        # stage has in flight than its stand-in.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes
@@ -239,7 +240,7 @@ class LocalSegments:
         of 4 or 5 replicas is 4, and that of 8 to 15 replicas is 2. So of these, 4 and 8 are listed.
         """
         devices = min(self.shapes.devices, size)
-        # Later entries replace earlier ones, so that the fewest replicas stay for each share.
+        # Later entries replace earlier ones, so the fewest replicas stay for each share.
         least = dict[int, int]()
         for replicas in range(devices, 0, -1):
             if self.pins.feeds(replicas, size):

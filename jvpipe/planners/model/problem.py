@@ -148,7 +148,7 @@ class Problem:
 
     @property
     def phases(self) -> int:
-        """The phases of a step, each of which has its own slowest stage: see `Schedule.phases`."""
+        """How many phases, each with its own slowest stage, a step has: see `Schedule.phases`."""
         return self.schedule.phases(self.devices, self.microbatches)
 
     @property
@@ -220,8 +220,8 @@ class Problem:
         half of the stages goes back along the places. The receiving place is then the one
         before the sending place, so the link between them is that of the sending group. At the
         turn of a vee, both stages have the same devices, so receiving takes no time. To keep it
-        simple, the link counts for all values, even those of stages before the sending stage; the
-        simulator does the same.
+        simple, all values that stage s receives count on this link, even those that a stage before
+        s - 1 made; the simulator does the same.
         """
         if s == 0:
             return self.peer
@@ -319,7 +319,7 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Makes one group for each device, relative to the limit of the roomiest device.
+    """Makes one group for each device; `less_bytes` is relative to the roomiest device's limit.
 
     Args:
         slowness: for each device, its `Group.slowness`.

@@ -230,7 +230,10 @@ class Segments:
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Returns, for each layer, the shared bytes that it is the first to read from layer i on."""
+        """Returns, for each layer, the bytes of the shared values that it is the first to read.
+
+        Only layers from i on count as readers.
+        """
         return self._tensors.at(i, self.n)
 
     def at_work(

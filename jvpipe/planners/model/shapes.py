@@ -140,7 +140,7 @@ class Shapes:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of micro-batches, largest first: divisors that feed all replicas in `pins`."""
+        """The possible sizes of micro-batches, largest first, that feed all replicas in `pins`."""
         if self.pins.size is not None:
             return (self.pins.size,)
         largest = max(self.pins.replicas or (1,))

@@ -8,10 +8,10 @@ a < i <= b < j:
     value         a--------b             a = 1, b = 4
     segment          [i-------)j         i = 2, j = 5: counts
 
-The sum over all pairs with a < i and b < j is a prefix sum in two dimensions. It includes the pairs
-with b < i, which lie before the segment and must not count. All of them are in it, because
-a < b < i < j, so their sum is subtracted. With n pairs, S starts and E ends, all segments together
-take O(n log n + S E).
+The sum over all pairs with a < i and b < j is a prefix sum in two dimensions. It also includes all
+pairs with b < i, because for these a < b < i < j. They lie before the segment and must not count,
+so their sum is subtracted. With n pairs, S starts and E ends, all segments together take
+O(n log n + S E).
 """
 
 from collections.abc import Iterable, Sequence

@@ -358,7 +358,7 @@ def joint_bytes(
         return in_flight
 
     static = sum(stage.static for stage in of_stages)
-    # Only one stage of a device works at a time, so that the largest `beyond` of them counts.
+    # Only one stage of a device works at a time, so only the largest `beyond` of them counts.
     beyond = max(stage.beyond for stage in of_stages)
     training = max(map(held_bytes, vectors)) + beyond
     reducing = max(stage.reducing for stage in of_stages)

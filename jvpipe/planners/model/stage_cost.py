@@ -229,8 +229,8 @@ def _reduce_s(
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
     """Counts the least seconds that an update can take on the slowest replica.
 
-    Replicas share out whole layers: each layer is updated by one replica for all replicas. So an
-    update takes at least as long as the longest layer, and at least an even share of all layers.
+    Each layer is updated by one replica for all replicas. So an update takes at least as long as
+    the slowest layer's update, and at least an even share of the seconds of all layers.
     """
     layer_s = [layer.update_s for layer in layers]
     if replicas == 1:
@@ -239,7 +239,7 @@ def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
 
 
 def once_s(problem: Problem, stage: StageCost) -> float:
-    """Counts a stage's seconds per step, not per micro-batch: of its all-reduce and its updates."""
+    """Counts the seconds per step of a stage's all-reduce and updates."""
     return stage.reduce_s + problem.updates * stage.update_s
 
 
@@ -299,10 +299,10 @@ class Evaluation:
         synchronous     t / v + c + (M - 1 / v) T
         two phases      t + c + (M - 1) (slowest forward + slowest backward)
 
-    In two phases, as in GPipe, all forwards run before the first backward; a link that is slower
-    counts instead of a stage. Recomputing counts in full, although some of it may run while a
-    backward waits for its cotangent. The simulator takes these waits into account, and planners
-    ask it before they choose a plan.
+    In two phases, as in GPipe, all forwards run before the first backward. If a link is slower than
+    the slowest forward or backward, the link's seconds count instead. Recomputing counts in full,
+    although some of it may run while a backward waits for its cotangent. The simulator takes these
+    waits into account, and planners ask it before they choose a plan.
     """
 
     stages: tuple[StageCost, ...]
@@ -360,7 +360,7 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Estimates the seconds of a step in closed form, by which planners search cuts and fates.
+    """Estimates the seconds of a step by a closed formula, so that planners can search quickly.
 
     The simulator then decides between the plans that they find. The estimate equals the
     simulated seconds if all stages are alike, transfers take no time, backwards are whole, and

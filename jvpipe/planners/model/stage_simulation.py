@@ -134,7 +134,7 @@ def simulated_bubble_fraction(
 
 
 def forecast(problem: Problem, decision: Decision) -> Timeline:
-    """Simulates a decision's timeline, with bytes, over one synchronous step or two of a stream.
+    """Simulates a decision's timeline with bytes: one synchronous step, or two steps of a stream.
 
     The bytes that micro-batches hold count while they are in flight. All other bytes of a stage
     count all the time: parameters, what layers need while they run, and the early values and
