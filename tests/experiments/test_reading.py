@@ -32,7 +32,7 @@ def test_a_file_is_counted_as_by_hand(tmp_path: Path) -> None:
     assert sorted(found.statements) == [1, 2, 3, 4, 5]
     assert sorted(found.body_lines) == [1, 2]  # arg; Attribute, Name
     assert found.comments == 2
-    assert max(found.columns) == len("import math  # noqa: F401")
+    assert max(found.columns) == len("    radius = 2  # in metres")
 
 
 def test_a_share_of_values_lies_below() -> None:

@@ -77,8 +77,10 @@ def test_half_and_least_hold_no_more_than_they_promise(stages: int) -> None:
             max(Clock(VSchedule(memory=memory).lists(stages, m), 2, ONCE).peaks())
             for memory in ("half", "least")
         )
-        assert half <= Fraction(stages, 2) + Fraction(3, 2)
-        assert least <= Fraction(stages, 3) + Fraction(3, 2)
+        most = Fraction(stages, 2) + (1 if stages % 2 == 0 else Fraction(1, 2))
+        assert half <= most
+        assert half == most or m < stages
+        assert least <= Fraction(stages, 3) + Fraction(4, 3)
 
 
 @pytest.mark.parametrize("memory", ["full", "half", "least"])
