@@ -40,7 +40,8 @@ class ArchitectureSearch:
         supernet: the space of architectures, with their losses and parameters.
         seed: the seed of the sequence and of the parameters.
         steps: the number of steps for which an architecture is trained before the next one follows.
-        evolution: draws the architectures by their losses; None for an evolution with `seed`.
+        evolution: draws the architectures, given the losses of earlier ones; None for an evolution
+            with `seed`.
     """
 
     def __init__(

@@ -59,8 +59,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
 """Two blocks that together make an ordinary block of a transformer."""
 LAST = Block("ffn1_relu", "none")
-"""The fixed last block. The head's norm shares a layer with the end of the block before it. That
-block must therefore be one that a search cannot remove.
+"""The fixed last block. The head's norm shares a layer with the end of the block before it. If a
+search could change that block, the layer would change, too.
 """
 
 
@@ -161,7 +161,7 @@ class TwoBranches(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         keys = keys_of(key, 4)
         y = normed(self.norm, x)
         # Each branch has two keys, even without an operation, so that a mutation of one branch

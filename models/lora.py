@@ -154,7 +154,7 @@ def merged_params(params: Tree) -> dict[str, Any]:
     The result has the parameters of a plain model that computes the same function, up to rounding.
 
     Args:
-        params: nested dicts of arrays. W, A and B of stacked layers have an axis in front.
+        params: nested dicts of arrays. W, A and B of stacked layers have one more leading axis.
     """
     plain = {
         name: merged_params(part) if isinstance(part, Mapping) else part
