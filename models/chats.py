@@ -73,7 +73,7 @@ class ChatTemplate:
         spans, plain = [], ""
         for i, piece in enumerate(marked.split(_OPEN)):
             said, closed, after = piece.partition(_CLOSE)
-            # The first piece is before all marks. Every other piece has exactly one closing mark.
+            # The first piece is before all marks. Every other piece must have one closing mark.
             if bool(closed) != bool(i) or _CLOSE in after:
                 break
             if i:

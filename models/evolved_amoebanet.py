@@ -146,8 +146,8 @@ def params_of(
     """
 
     def leaf(*names: str) -> jax.Array:
-        # The number is a checksum of the path, not a count, because a mutation must not change the
-        # numbers of other parts.
+        # A checksum of the path is folded in, not a count, because a mutation must not change the
+        # keys of other parts.
         return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
 
     parts: dict[str, dict[str, Chain]] = {}

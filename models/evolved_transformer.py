@@ -208,8 +208,8 @@ def params_of(
     kinds = dict(end_kinds(config))
     for _, name, block in architecture.blocks():
         kinds[name] = kind_of(config, block)
-    # The number is a checksum of the name, not a count, because a mutation must not change the
-    # numbers of other parts.
+    # A checksum of the name is folded in, not a count, because a mutation must not change the keys
+    # of other parts.
     params = {}
     for name, kind in kinds.items():
         number = zlib.crc32(name.encode())

@@ -1,7 +1,7 @@
 """Text models as kinds of modules: a kind is built and traced only once, however often it occurs.
 
 Modules of one kind differ only in their parameters. A tree holds the parameters of all modules of a
-model, and the model makes each module when it runs it:
+model. To run a module, the model makes it from its kind and its parameters:
 
     parameters    embedding    blocks/000, blocks/001, ...    output
     kinds         embedding    blocks                         output

@@ -32,8 +32,9 @@ class Masked:
 
 
 def masked_digits(side: int) -> Masked:
-    """Draws digits at random places in random colors on colored waves. The ink of a digit, where it
-    covers at least half of a pixel, is its mask.
+    """Draws digits at random places in random colors on colored waves.
+
+    A mask is 1 where the ink of its digit is at least 0.5.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.

@@ -46,7 +46,7 @@ def conversations_in(file: Path) -> list[list[Any]]:
 
 
 def holds_conversations(file: Path) -> bool:
-    """Tells whether the first line (.jsonl) or the rows (.parquet) have only `messages`, no `text`."""
+    """Tells whether the first line (.jsonl) or rows (.parquet) have `messages` and no `text`."""
     match file.suffix.lower():
         case ".jsonl":
             lines = (line for line in read_text(file).split("\n") if line.strip())
