@@ -1,7 +1,8 @@
 """A mixture of experts (arXiv:2101.03961), in which each token goes to one of several small MLPs.
 
-A router chooses the expert of each token. By the task's loss alone, it may learn to choose only a
-few experts. So a second loss is added, which is lowest if all experts are chosen equally often.
+A router chooses the expert of each token. With the task's loss alone, the router may learn to
+choose only a few experts. So a second loss is added, which is lowest if the router chooses all
+experts equally often.
 
 python -m jvpipe.train --model examples/experts.py:experts --stages 2
 """
@@ -19,12 +20,12 @@ def norm(x):
 
 
 def mixed(x, p):
-    """Returns the tokens after their experts, the second loss, and each expert's share of tokens.
+    """Returns the vectors after the experts, the second loss, and each expert's share of tokens.
 
     The second loss is 1 if all experts are chosen equally often.
 
     Args:
-        x: the tokens, [..., width].
+        x: the vectors of the tokens, [..., width].
         p: the parameters of the router and of the experts.
     """
     normed = norm(x)
@@ -42,7 +43,7 @@ def mixed(x, p):
         p["down"],
         weights,
     )
-    # Equation 4 of the paper. Choices have no gradient, so it flows only through the chances.
+    # Equation 4 of the paper. Choices have no gradient, so the gradient is that of the chances.
     axes = tuple(range(x.ndim - 1))
     often = chosen.mean(axes)
     products = often * chances.mean(axes)

@@ -1,7 +1,7 @@
 """Haiku: `hk.transform` turns a function into `init` and `apply`; rows of tokens differ in length.
 
-The model learns whether a bracket is open at each place of a row. The loss is a mean over all
-tokens except padding, and micro-batches differ in the number of such tokens.
+The model learns whether any bracket is open after each bracket of a row. The loss is a mean over
+all tokens except padding, and micro-batches differ in the number of such tokens.
 
 python -m jvpipe.train --model examples/with_haiku.py:Brackets --stages 2
 """

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 DIGITS, WIDTH, BLOCKS = 3, 32, 2
-TOKENS = 4 * DIGITS + 3  # positions; an addition such as 123+456=0579 has 3 * DIGITS + 3 tokens
+TOKENS = 4 * DIGITS + 3  # more than enough: 123+456=0579, for example, has 3 * DIGITS + 3 tokens
 
 
 class Block(nnx.Module):

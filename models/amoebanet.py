@@ -6,8 +6,8 @@ Cells form a chain, but each cell also reads the cell before its predecessor. No
 size of the image. Reduction cells, after the stem and between groups of normal cells, halve the
 image and double the channels. An operation of a cell is a pooling or a chain of convolutions. Each
 convolution follows a ReLU and precedes a batch norm. The cells are those of the TensorFlow
-implementation, whose normal cell returns other values than the cell in the paper. With the paper's
-values, the parameter counts would differ from GPipe's.
+implementation, whose normal cell concatenates other intermediate results than the paper's cell.
+With the paper's cell, the parameter counts would differ from GPipe's.
 
     stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads two images, `near` and
            └────────────┼────────────┘                     `far`, so a cut between cells sends two:
@@ -47,10 +47,10 @@ class AmoebaNetConfig(ClassConfig):
     """The shape of an AmoebaNet-D. `cells` and `filters` are L and D in GPipe's paper.
 
     Attributes:
-        cells: the number of normal cells in all groups.
+        cells: the number of normal cells in all groups together.
         filters: the channels of the cells of the first group.
         stem_reductions: how many reduction cells follow the stem; 2 for large images. The stem and
-            two reductions leave an eighth of the side.
+            two reductions divide the side by 8.
         groups: the number of groups of normal cells.
     """
 
@@ -142,10 +142,9 @@ Choice = tuple[str, int]
 class Genotype:
     """What a cell computes.
 
-    Value 0 is the image of the cell's predecessor, and value 1 that of the cell before the
-    predecessor. A `Choice` is an operation and the number of the value that it reads. Each pair of
-    choices makes one more value, the sum of the two results. The cell returns the values in
-    `outputs`, concatenated.
+    Value 0 is the image of the cell's predecessor, and value 1 is the image of the cell before the
+    predecessor. Each pair of choices makes one more value, the sum of their two results. The cell
+    returns the values in `outputs`, concatenated.
     """
 
     pairs: tuple[tuple[Choice, Choice], ...]
@@ -247,8 +246,8 @@ class Cell:
 
         def result(step: Step) -> Image:
             x = through(step.name, values[step.value])
-            # A pooling has an empty chain. Any other operation has no pooling, and `unpooled`
-            # changes nothing.
+            # The chain of a pooling is empty, so `through` returns its input. The other operations
+            # have no pooling, so `unpooled` returns their result.
             pool = POOLINGS.get(step.operation, unpooled)
             return pool(x, self._stride(step.value))
 
@@ -268,7 +267,7 @@ class Cell:
             yield from ((f"{chain}_{i}", unit) for i, unit in enumerate(units))
 
     def _stride(self, value: int) -> int:
-        # Only the cell's inputs, values 0 and 1, still have the larger size.
+        # The cell's inputs (values 0 and 1) are not halved yet, and all other values are.
         return 2 if self.halve and value < 2 else 1
 
 

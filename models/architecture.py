@@ -41,7 +41,7 @@ class Architecture:
                 yield slot, name, block
 
     def names(self) -> list[str]:
-        """Returns the names of the blocks, which are those of their parameters."""
+        """Returns the names of the blocks. A block and its parameters have the same name."""
         return [name for _, name, _ in self.blocks()]
 
     def with_slot(self, slot: int, block: Block | None) -> "Architecture":
@@ -116,7 +116,7 @@ class SearchSpace:
         return architecture.with_slot(slot, changes[chosen])
 
     def covering(self) -> tuple[Architecture, ...]:
-        """Returns a few architectures that together have each pair of branches at least once.
+        """Returns a few architectures that together contain each pair of operations at least once.
 
         Once their programs are compiled, no later architecture waits for a compilation.
         """
@@ -138,7 +138,7 @@ class Supernet:
 
     Attributes:
         space: the architectures.
-        default: the architecture that a training without a search uses.
+        default: the architecture to train without a search.
         loss_of: maps an architecture to its loss, `(params, batch, rng) -> loss`.
         params_of: maps an architecture and a key to fresh parameters. A block's parameters depend
             only on the key and the block's name.

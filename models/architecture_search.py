@@ -33,14 +33,15 @@ class ArchitectureSearch:
 
     The evolution compares architectures by their mean losses over their steps. When one
     architecture begins to train, the next one is drawn, and a thread compiles it. For this draw,
-    the evolution uses the losses of all earlier architectures, but not of the one in training. So
-    the sequence depends only on the seed and the losses, not on the speed of the thread.
+    the evolution uses the losses of all earlier architectures, but no loss of the one in training.
+    So the sequence depends only on the seed and the losses, not on the speed of the thread.
 
     Args:
         supernet: the space of architectures, with their losses and parameters.
         seed: the seed of the sequence and of the parameters.
         steps: the number of steps for which an architecture is trained before the next one follows.
-        evolution: draws the architectures by their losses; None for an evolution with `seed`.
+        evolution: draws the architectures, given the losses of earlier ones; None for an evolution
+            with `seed`.
     """
 
     def __init__(

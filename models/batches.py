@@ -57,7 +57,7 @@ class ShuffledBatches:
         self._batches.set_state(state)
 
     def lazily(self) -> "LazyBatches":
-        """Makes the same batches, starting with the first, as `jvpipe.LazyArray`."""
+        """Makes the same batches again, from the first on, but as `jvpipe.LazyArray`."""
         return LazyBatches(self._order, self._batch_size)
 
 
@@ -109,8 +109,8 @@ def fixed_batches(
     for i, record in enumerate(records[:whole]):
         examples.append(transform(record, np.random.default_rng(i)))
     last = examples[-1]
-    # All batches have one shape, so that one program evaluates them. A mean ignores examples of
-    # weight 0.
+    # All batches have one shape, so that one program evaluates them. The fillers have weight 0, so
+    # the weighted mean ignores them.
     filler = {**last, "weights": np.zeros_like(last["weights"])}
     examples += [filler] * (whole - len(examples))
     groups = [examples[i : i + batch_size] for i in range(0, whole, batch_size)]

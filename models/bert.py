@@ -10,7 +10,7 @@ Three departures from the paper make the model learn in far fewer steps:
 - There is one segment and no next-sentence task (arXiv:1907.11692).
 
 The output projection is the transposed token embedding. Only masked positions are projected. With
-`published`, the model is as in the paper (`bert_published.py`).
+`published`, the layers are as in the paper (`bert_published.py`).
 """
 
 from dataclasses import dataclass
@@ -65,9 +65,9 @@ class BertConfig(MaskedConfig):
     """The shape of a BERT.
 
     Attributes:
-        published: whether the model is as in the paper.
-        tied: whether the output projection of a `published` model is the transposed token
-            embedding. In any other model, it always is.
+        published: whether the layers are as in the paper, so that published weights fit.
+        tied: whether the output projection is the transposed token embedding. It can be False only
+            if `published`.
     """
 
     vocabulary: int = 30522
@@ -119,8 +119,8 @@ class Head(nnx.Module):
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
         """Returns logits in float32. The embedding of `tokens` is the tied projection."""
-        # A pre-norm block does not normalize its result, so the head normalizes that of the last
-        # block.
+        # A pre-norm block does not normalize its result, so the head normalizes the last block's
+        # result.
         y = jax.nn.gelu(self.transform(normed(self.input_norm, x)))
         logits = tokens.attend(normed(self.norm, y))
         return logits.astype(jnp.float32) + self.bias[...][None, None]
@@ -156,7 +156,7 @@ def logits_function(config: BertConfig) -> Logits:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key)  # [B, T, D]
-        # K is about T / 7. So the projection to V, the widest map, skips most rows.
+        # K is about T / 7, so the projection to V, the model's widest map, skips most positions.
         x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)  # [B, K, D]
         return model.part("head", params["head"])(x, embeddings.tokens)
 

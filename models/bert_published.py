@@ -1,4 +1,4 @@
-"""BERT exactly as published (arXiv:1810.04805), so that published weights fit, in Flax NNX.
+"""BERT with the layers of the paper (arXiv:1810.04805), so that published weights fit, in Flax NNX.
 
 Layer norm comes after each sublayer. Positions and segments have learned vectors, and all tokens
 are in the first segment. There is no next-sentence task. Axes: B batch, T tokens, D model, K masked
@@ -54,10 +54,10 @@ class Embeddings(nnx.Module):
 
 
 class PublishedBlock(Block):
-    """Attention, then a feed-forward network. Each is added to its input, then normalized."""
+    """Attention, then a feed-forward network. Each is added to its input; the sum is normalized."""
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         # `Block` has the same parameters, but its norms come before the sublayers, not after them.
         k0, k1, k2 = keys_of(key, 3)
         mixed = dropped(self.dropout, self.attention(x, k0), k1)

@@ -42,7 +42,7 @@ class TextConfig:
         dtype: the type of the computation, float32 or bfloat16. Parameters are float32.
         lora: the rank of adapters (`lora.py`); 0 for no adapters. If there are adapters, only they
             are trained.
-        lora_on: a pattern; linear maps whose path matches it get an adapter.
+        lora_on: patterns, separated by commas; linear maps whose path matches one get an adapter.
     """
 
     blocks: int
@@ -61,7 +61,7 @@ class TextConfig:
             raise ValueError(f"lora={self.lora} must be a rank, 1 or more, or 0 for no adapters")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        # A tokenizer has 256 bytes and four special tokens before its first merge, so 300 leave 40.
+        # A tokenizer has 256 bytes and four special tokens, so 300 tokens leave room for 40 merges.
         is_small = self.tokens < 8 or self.vocabulary < 300
         if min(self.blocks, self.width) < 1 or is_small:
             raise ValueError(
@@ -233,7 +233,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         k0, k1, k2 = keys_of(key, 3)
         mixed = self.attention(normed(self.attention_norm, x), k0)
         x = x + dropped(self.dropout, mixed, k1)

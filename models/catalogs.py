@@ -60,7 +60,7 @@ def read_messages(content: bytes) -> Iterator[Pair]:
             forms.append(text.split("\0"))
         english, translated = forms
         if english[0]:  # an empty original marks the catalog's header
-            # EOT separates the text from a context before it, which only translators read.
+            # EOT separates the text from a context before it, which users do not see.
             yield english[0].split("\4")[-1], translated[0]
             if len(english) > 1:
                 yield english[1], translated[-1]
@@ -69,8 +69,8 @@ def read_messages(content: bytes) -> Iterator[Pair]:
 def _texts(language: str) -> dict[str, str]:
     """Maps each English message to its text in a language.
 
-    A catalog pairs English messages with messages of another language. Django has no catalog for
-    English itself, so the English messages are read from the German catalogs.
+    A catalog pairs English messages with messages of another language. Django's catalogs for
+    English itself are empty, so the English messages are read from the German catalogs.
     """
     pairs: dict[str, str] = {}
     for file in _catalogs("de" if language == "en" else language):

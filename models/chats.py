@@ -1,4 +1,4 @@
-"""Conversations as training data: a chat template formats them, and only the assistant is learned.
+"""Conversations as training data. A template formats them; only the assistant's words are learned.
 
 A template is a Jinja program that comes with a tokenizer. It turns a list of messages into one
 text:
@@ -26,7 +26,7 @@ from jvpipe.util.extras import extra
 
 Message = Mapping[str, Any]
 FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
-"""The files beside a tokenizer with its template, and with the tokens that the template names."""
+"""The files that hold a tokenizer's chat template and the tokens that the template names."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Marks around the assistant's words. Unicode reserves these characters for private use."""
 
@@ -64,16 +64,16 @@ class ChatTemplate:
         ('<assistant>a', ((11, 12),))
         """
         _check(messages)
-        # The template runs a second time with marks around the assistant's words. The marks show
-        # where these words are in the text. But a template that inspects contents might write
-        # another text because of the marks. So the second text, without the marks, must equal the
-        # first one.
+        # The template runs a second time with marks around the assistant's words, which show where
+        # these words are in the text. But a template that inspects contents might write another
+        # text because of the marks. So the second text, without the marks, must equal the first
+        # one.
         text = self._text(messages)
         marked = self._text([_marked(m) if m["role"] == "assistant" else m for m in messages])
         spans, plain = [], ""
         for i, piece in enumerate(marked.split(_OPEN)):
             said, closed, after = piece.partition(_CLOSE)
-            # The first piece is before all marks. Every other piece has exactly one closing mark.
+            # The first piece is before all marks. Every other piece must have one closing mark.
             if bool(closed) != bool(i) or _CLOSE in after:
                 break
             if i:
@@ -100,8 +100,8 @@ class ChatTemplate:
     def _program(self) -> Any:
         """The compiled template. As in transformers, it runs in a sandbox, with few functions.
 
-        The function `strftime_now` is missing, because records must not depend on the day.
-        Templates then use a fixed date.
+        The function `strftime_now` is missing, because records must not depend on the day. Without
+        it, templates use a fixed date.
         """
         with extra("hf"):
             from jinja2 import TemplateSyntaxError, nodes
@@ -175,9 +175,9 @@ def read_template(folder: Path) -> ChatTemplate | None:
 class Chats:
     """A record for each conversation, truncated or padded with 0 to T tokens.
 
-    A record [2, T] has a row of token ids, and a row with 1 for each learned id and 0 for the
-    others. The assistant's words are learned, and so is the special token that ends them. A
-    conversation is dropped if its first T tokens have no learned id.
+    A record [2, T] has a row of token ids, and a row with 1 for each learned id (an id that the
+    loss counts) and 0 for the others. The assistant's words are learned, and so is the special
+    token that ends them. A conversation is dropped if its first T tokens have no learned id.
     """
 
     template: ChatTemplate
@@ -231,7 +231,9 @@ class Chats:
 
 
 def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Generator) -> Batch:
-    """Makes an example: `tokens`, the next tokens as `targets`, and `weights`, 1 for learned ones.
+    """Makes an example: `tokens`, the next tokens as `targets`, and `weights`.
+
+    The weight of a target is 1 if the target is learned, else 0.
 
     >>> record = np.array([[1, 7, 8], [0, 0, 1]], np.int32)
     >>> example = learned_tokens(record, np.random.default_rng(0))

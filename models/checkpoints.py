@@ -32,7 +32,7 @@ def model_of(folder: Folder) -> str:
 
 
 def published_size(model: str) -> str:
-    """Returns a size whose recipe suits published models; a folder then replaces all its fields."""
+    """Returns a size with the recipe for published models. A folder replaces the size's shape."""
     return next(size for size in sizes(model) if size not in ("tiny", "mini"))
 
 

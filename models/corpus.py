@@ -27,14 +27,16 @@ class Corpus:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def split(self, one_in: int = 50) -> tuple[list[str], list[str]]:
-        """Splits documents into those to train on and one in `one_in`, at least one, to hold out.
+        """Splits documents into those to train on and those to hold out.
+
+        One document in `one_in` is held out, but at least one.
 
         >>> train, held_out = Corpus(tuple(f"Document {i}." for i in range(100))).split()
         >>> len(train), len(held_out)
         (98, 2)
         """
-        # The documents with the smallest hashes are held out, so the split depends on no seed or
-        # order.
+        # The documents with the smallest hashes are held out, so the split depends neither on a
+        # seed nor on the order of the documents.
         hashes = [hashlib.sha256(document.encode()).digest() for document in self.documents]
         by_hash = sorted(range(len(hashes)), key=hashes.__getitem__)
         chosen = set(by_hash[: max(1, len(hashes) // one_in)])
@@ -72,7 +74,8 @@ def open_corpus(path: Path | None) -> Corpus:
     texts = [text for file in files_under(path) for text in texts_in(file)]
     parts = [document for text in texts for document in documents(_paragraphs(text))]
     if len(parts) < 2:
-        # A file without blank lines is one paragraph. It is wrapped into lines of 200 characters.
+        # A text without blank lines is one paragraph and thus one document. To split it, it is
+        # wrapped into lines of 200 characters, which serve as paragraphs.
         wrapped = [documents(textwrap.wrap(text, 200)) for text in texts]
         parts = [document for some in wrapped for document in some]
     if len(parts) < 2:

@@ -52,7 +52,7 @@ class Form(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of this form in the cache, where each form has its own records of a text."""
+        """The name of this form in the cache, which keeps the records of each form separately."""
         ...
 
     def records(self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
@@ -91,7 +91,7 @@ PACKED = Packed()
 
 
 def open_documents(path: Path | None, field: str = TEXT) -> Documents:
-    """Opens texts or conversations of a path or of the hub; if None, the prose of Python.
+    """Opens texts or conversations of a path or of the hub; for None, the prose of Python.
 
     Args:
         path: a file or folder, or else the name of a data set on the hub, `owner/name`, which is
@@ -99,7 +99,7 @@ def open_documents(path: Path | None, field: str = TEXT) -> Documents:
         field: `text`, or `messages` for conversations.
 
     Raises:
-        ValueError: as in `open_corpus` and `data_set`.
+        ValueError: as in `open_corpus` and `data_set`; or there are too few conversations.
     """
     if path is not None and is_name(path):
         return _streamed(path, field)
@@ -109,7 +109,7 @@ def open_documents(path: Path | None, field: str = TEXT) -> Documents:
 
 
 def are_conversations(path: Path | None) -> bool:
-    """Tells whether data has `messages` and no `text`, from its first row or line."""
+    """Tells from the first file or row whether data has `messages` and no `text`."""
     if path is None:
         return False
     if is_name(path):

@@ -61,8 +61,8 @@ class RegularizedEvolution:
                 f"{size} architectures were returned, but no loss was reported: call report() for "
                 "each of them"
             )
-        # Members are drawn with replacement, as in the paper. So the worst member wins if all draws
-        # give it.
+        # Members are drawn with replacement, as in the paper. So even the worst member can win,
+        # if all draws choose it.
         chosen = self._rng.integers(len(self._members), size=self._sample)
         tournament = [self._members[int(i)] for i in chosen]
         parent, _ = min(tournament, key=_loss)

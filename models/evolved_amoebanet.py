@@ -2,16 +2,16 @@
 
 Axes: B batch, Y and X of an image, C channels.
 
-A block applies a convolution to its input x, the projection. It returns x + left(x) +
+A block applies a 1 x 1 convolution, the projection, to its input x. It returns x + left(x) +
 right(projection of x). The operation `none` returns the projection unchanged. All groups have
-equally many slots, and the blocks of a group have equal shapes. Reductions between groups halve the
-image and double the channels.
+equally many slots, and the blocks of a group have equal shapes. Convolutions between groups halve
+the image and double the channels.
 
 A mutation of a block must not change the layers of its neighbors, because unchanged layers are not
-compiled again. So unlike a cell, a block does not read its predecessor's input: with a value that
-skips a block, a layer might span the block and its neighbors. For the same reason, the parts
-between blocks begin with a convolution. Batch norm uses the statistics of the batch and keeps no
-running averages.
+compiled again. So unlike a cell of AmoebaNet, a block does not read its predecessor's input: with a
+value that skips a block, a layer might span the block and its neighbors. For the same reason, the
+parts between blocks begin with a convolution, without a ReLU before it. Batch norm uses the
+statistics of the batch and keeps no running averages.
 """
 
 import zlib
@@ -113,9 +113,9 @@ def run_block(block: Block, p: Any, x: Image) -> Image:
     """Returns the image after a block."""
     chains = block_chains(block, x.shape[3])
     projected = through(chains["project"], p["project"], x)
-    right = through(chains["right"], p.get("right", {}), projected)  # empty chain for a pooling
+    right = through(chains["right"], p.get("right", {}), projected)  # no change if it is a pooling
     left = through(chains["left"], p["left"], x)
-    pool = POOLINGS.get(block.right, unpooled)  # unchanged if the operation is a chain
+    pool = POOLINGS.get(block.right, unpooled)  # no change if the operation is a chain
     return x + left + pool(right, 1)
 
 
@@ -146,8 +146,8 @@ def params_of(
     """
 
     def leaf(*names: str) -> jax.Array:
-        # The number is a checksum of the path, not a count, because a mutation must not change the
-        # numbers of other parts.
+        # A checksum of the path is folded in, not a count, because a mutation must not change the
+        # keys of other parts.
         return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
 
     parts: dict[str, dict[str, Chain]] = {}

@@ -59,8 +59,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
 """Two blocks that together make an ordinary block of a transformer."""
 LAST = Block("ffn1_relu", "none")
-"""The fixed last block. The head's norm shares a layer with the end of the block before it. That
-block must therefore be one that a search cannot remove.
+"""The fixed last block. The head's norm shares a layer with the end of the block before it. If a
+search could change that block, the layer would change, too.
 """
 
 
@@ -161,7 +161,7 @@ class TwoBranches(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         keys = keys_of(key, 4)
         y = normed(self.norm, x)
         # Each branch has two keys, even without an operation, so that a mutation of one branch
@@ -208,8 +208,8 @@ def params_of(
     kinds = dict(end_kinds(config))
     for _, name, block in architecture.blocks():
         kinds[name] = kind_of(config, block)
-    # The number is a checksum of the name, not a count, because a mutation must not change the
-    # numbers of other parts.
+    # A checksum of the name is folded in, not a count, because a mutation must not change the keys
+    # of other parts.
     params = {}
     for name, kind in kinds.items():
         number = zlib.crc32(name.encode())

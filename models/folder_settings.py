@@ -114,7 +114,9 @@ class Settings(Mapping[str, Any]):
         return len(self._told)
 
     def only(self, key: str, *values: Any) -> None:
-        """Checks a setting for which our model supports only `values`. The first is the default.
+        """Checks a setting for which our model supports only `values`.
+
+        If the setting is missing, the first value is assumed.
 
         Raises:
             ValueError: the setting has another value.
@@ -137,7 +139,7 @@ class Settings(Mapping[str, Any]):
         """
         for key, *values in _PLAIN:
             self.only(key, *values)
-        # An unknown key is an error, because with it a newer model may compute something else.
+        # An unknown key is an error, because it may mean that the model computes something else.
         for key in sorted(self._told.keys() - self._asked - {*HARMLESS, *harmless}):
             raise ValueError(
                 f"{self._where} has {key} {self._told[key]!r}, which jvpipe does not know: the "

@@ -162,7 +162,7 @@ class Layer(nnx.Module):
 
         Args:
             x: the inputs.
-            rest: the result of attention, only if the layer has a `context`; then the key.
+            rest: the key; before it, the result of attention if the layer has a `context`.
         """
         *attended, key = rest
         y = self.lstm(dropped(self.dropout, x, key), *attended)

@@ -88,7 +88,7 @@ class Head(nnx.Module):
 
     def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Returns logits in float32. If `tied`, the embedding of `tokens` is the projection."""
-        # The first and the last layer read a tied table, and their gradients are added.
+        # The first and the last layer read a tied table. Its gradient is the sum of theirs.
         project = tokens.attend if self.output is None else self.output
         return project(normed(self.norm, x)).astype(jnp.float32)
 

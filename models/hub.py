@@ -26,11 +26,11 @@ _FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""The files of a model that are downloaded: weights in one format, settings and the tokenizer."""
+"""Patterns of the files to download: weights as safetensors, settings and the tokenizer."""
 
 
 def is_name(name: str | Path) -> bool:
-    """Tells whether a name is `owner/name[@REVISION][:CONFIG]` on the hub, not an existing path.
+    """Tells whether a name has the form `owner/name[@REVISION][:CONFIG]`, and no such path exists.
 
     >>> is_name("Qwen/Qwen3-0.6B"), is_name("Salesforce/wikitext@main:wikitext-2-v1")
     (True, True)
@@ -89,7 +89,7 @@ def data_set(source: str | Path) -> Callable[[], Any]:
         MissingExtraError: datasets is not installed.
     """
     with extra("hf"):
-        datasets = importlib.import_module("datasets")  # not every checkout has it
+        datasets = importlib.import_module("datasets")  # type checkers may not find it
     name, revision, config = _parts(source)
     cure = "without a network, give a folder of .jsonl, .parquet or text files"
     with _telling(f"there is no file or folder {source}, and the hub gave no data set", cure):

@@ -40,7 +40,7 @@ def parted(
         seed: determines the order of training, but not which images are held out.
         batch_size: the number of examples in a batch.
         one_in: one image in `one_in` is held out.
-        limit: the most images to hold out, because held-out images stay in memory.
+        limit: how many images to hold out at most; they stay in memory.
     """
     # The permutation does not depend on `seed`, so every run holds out the same images.
     order = np.random.default_rng(0).permutation(count).astype(np.int32)[:, None]  # [count, 1]
@@ -115,7 +115,7 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
 
 
 def _share_loss(share: float, held_out: Sequence[Batch]) -> float:
-    """Returns the mean loss, in nats, if each pixel is predicted with the probability `share`."""
+    """Returns the mean loss, in nats, if each pixel is 1 with the predicted probability `share`."""
     weights = np.concatenate([batch["weights"] for batch in held_out])
     masked = np.concatenate([batch["masks"].mean((1, 2)) for batch in held_out])
     share = min(max(share, 1e-6), 1 - 1e-6)  # log 0 is not finite

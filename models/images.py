@@ -1,4 +1,4 @@
-"""Labeled images: from a file, scikit-learn's digits, or generated.
+"""Labeled images: read from a file, generated, or scikit-learn's digits.
 
 Digits and generated images need no download. Axes: N images, Y and X of an image.
 """
@@ -56,7 +56,7 @@ def digits() -> tuple[Float32[np.ndarray, "N 8 8"], Labels]:
 
 
 def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
-    """Generates images of colored waves. A class has four waves; an image shows them shifted.
+    """Generates images of colored waves. An image shows the four waves of its class, shifted.
 
     >>> drawn_images(8, 3).labels[:5].tolist()
     [0, 1, 2, 0, 1]

@@ -1,7 +1,7 @@
 """Text models as kinds of modules: a kind is built and traced only once, however often it occurs.
 
 Modules of one kind differ only in their parameters. A tree holds the parameters of all modules of a
-model, and the model makes each module when it runs it:
+model. To run a module, the model makes it from its kind and its parameters:
 
     parameters    embedding    blocks/000, blocks/001, ...    output
     kinds         embedding    blocks                         output
@@ -56,7 +56,7 @@ def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, na
 
     Args:
         build: makes the module without adapters.
-        config: has the rank of adapters, and the pattern of paths that get an adapter.
+        config: has the rank of adapters, and the patterns of paths that get an adapter.
         name: the name of the kind, which begins all paths.
     """
     return Kind(with_adapters(build, name, config.lora, config.lora_on, config.dtype))
@@ -97,8 +97,8 @@ class Parts:
     def key(self, name: str, key: Key, i: int = 0) -> Key:
         """Returns the key of module `i` of a kind; None without a key.
 
-        It folds in the module's position in the model, so that the keys of blocks differ only by a
-        number.
+        The module's position in the model is folded into `key`, so that the keys of blocks differ
+        only by a number.
         """
         if key is None:
             return None
@@ -108,7 +108,7 @@ class Parts:
         self, name: str, blocks: Any, x: jax.Array, key: Key, *others: jax.Array
     ) -> jax.Array:
         """Runs `x` through all blocks of a kind. Each block also reads `others`."""
-        # Because of the loop (instead of a scan), cuts may lie between any two blocks.
+        # This is a loop, because a scan would need the blocks' parameters in stacked arrays.
         for i in range(self._count(name)):
             block = self.part(name, blocks[f"{i:03}"])
             x = block(x, *others, self.key(name, key, i))

@@ -9,8 +9,8 @@ head, V vocabulary.
 - The feed-forward network is gated (arXiv:2002.05202). No linear map has a bias.
 - The blocks run as a scan over stacked parameters, [blocks, ...].
 
-Other values of the configuration make Qwen 3 and Gemma. R = H / G neighboring heads share the keys
-of a group:
+With other values of the configuration, the model is a Qwen 3 or a Gemma. R = H / G neighboring
+heads share the keys of a group:
 
     queries   q0 q1 │ q2 q3      [B, T, G, R, K]
               ──┬── │ ──┬──
@@ -47,7 +47,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TextConfig):
-    """The shape of a Llama or a relative. Only relatives need `head_width` to `local_theta`.
+    """The shape of a Llama or of a relative (Qwen 3, Gemma).
+
+    A Llama has the default values of the fields from `head_width` to `local_theta`.
 
     Attributes:
         heads: H.
@@ -70,8 +72,8 @@ class LlamaConfig(TextConfig):
         spans: a letter for each block: L for a local block, G for a global one, in which a token
             sees itself and all tokens before it. The letters are repeated if there are more blocks;
             empty means that all blocks are global.
-        local_theta: the base of the angles in local blocks, where angles are then not stretched; 0
-            means the angles of global blocks.
+        local_theta: the base of the angles in local blocks, which `stretch` does not change; 0
+            means that local blocks have the angles of global blocks.
         stretch: this field and the three after it adapt the angles to longer texts
             (`rotary.Rotation`).
     """
@@ -235,7 +237,7 @@ class GroupedAttention(nnx.Module):
             self.key_norm = Norm(config, config.head, rngs=rngs)
 
     def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
-        """Mixes its own and earlier values for each token; if `local`, only those in the window."""
+        """Mixes for each token its own and earlier values; if `local`, only those in its window."""
         config, (B, T, _) = self.config, x.shape
         split = (B, T, -1, config.head)
         q = self.queries(x).reshape(split)  # [B, T, H, K]
@@ -289,7 +291,7 @@ class LlamaBlock(nnx.Module):
             self.contracted_norm = Norm(config, config.width, rngs=rngs)
 
     def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         after, activation = self.config.after_norms, ACTIVATIONS[self.config.activation]
         mixed = self.attention(self.attention_norm(x), local)
         x = x + (self.mixed_norm(mixed) if after else mixed)

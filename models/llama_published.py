@@ -140,7 +140,7 @@ def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
         of_all = parts["full_attention"]
         parts.all_understood(())
     turns = _stretch(of_all or settings.get("rope_scaling") or {}, theta, settings)
-    # This marks the key as read, because it only repeats `rope_parameters`.
+    # If both keys exist, `rope_scaling` only repeats `rope_parameters`. This marks it as read.
     settings.get("rope_scaling")
     return turns | ({"local_theta": local} if local else {})
 

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): a linear map x W becomes x W + x A B.
 
 Only A and B are trained, and W [inputs, outputs] is fixed. r is the rank. A [inputs, r] is
-initially random, and B [r, outputs] is initially zero, so the adapted map first equals the original
-map. The paper also scales x A B by alpha / r, which is 1 here.
+initially random, and B [r, outputs] is initially zero, so the adapted map initially equals the
+original map. The paper also scales x A B by alpha / r, which is 1 here.
 
 In the tree of parameters, A and B are beside the kernel that they adapt:
 
@@ -154,7 +154,7 @@ def merged_params(params: Tree) -> dict[str, Any]:
     The result has the parameters of a plain model that computes the same function, up to rounding.
 
     Args:
-        params: nested dicts of arrays. W, A and B of stacked layers have an axis in front.
+        params: nested dicts of arrays. W, A and B of stacked layers have one more leading axis.
     """
     plain = {
         name: merged_params(part) if isinstance(part, Mapping) else part

@@ -35,7 +35,8 @@ def mask_record(
     """
     assert marks.mask is not None, "open_masked_text has checked it"
     chosen = np.sort(_chosen(record, generator, masked, mask_rate, marks))
-    # Below 0.8, a token becomes the mask; from 0.8 to 0.9, a random token; above, it stays.
+    # A token with a number below 0.8 becomes the mask token, from 0.8 to 0.9 a random token; above
+    # 0.9, it stays unchanged.
     fate = generator.random(len(chosen))
     others = generator.integers(marks.first, vocabulary, len(chosen))
     hidden = np.where(fate < 0.8, marks.mask, others)
@@ -52,15 +53,15 @@ def permute_record(
     mask_rate: float,
     marks: Marks = OURS,
 ) -> Batch:
-    """Chooses a random order of tokens to predict: a fraction `mask_rate`, at most `masked` (K).
+    """Chooses a fraction `mask_rate` of a record's ordinary tokens, but at most `masked` (K).
 
-    Only ordinary tokens are chosen (arXiv:1906.08237, section 2.3).
+    The model predicts them in a random order (arXiv:1906.08237, section 2.3).
 
     Returns:
         The unchanged `tokens` [T], and `positions`, `targets` and `weights` [K] as in
         `mask_record`.
     """
-    # Unlike in `mask_record`, the positions are not sorted: this is the order of prediction.
+    # `chosen` is not sorted as in `mask_record`, because its order is the order of prediction.
     chosen = _chosen(record, generator, masked, mask_rate, marks)
     return {"tokens": record} | _predictions(record, chosen, masked)
 
@@ -106,7 +107,7 @@ class Predicted(Protocol):
 
     @property
     def mask_rate(self) -> float:
-        """The fraction of a record's tokens that are predicted."""
+        """The fraction of a record's ordinary tokens that are predicted."""
         ...
 
 
@@ -132,7 +133,10 @@ def open_masked_text(
 def open_permuted_text(
     config: Predicted, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
-    """Opens text as batches whose tokens are predicted in a random order, like `open_text`."""
+    """Opens text as batches whose tokens are predicted in a random order.
+
+    The arguments are as in `open_text`.
+    """
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}

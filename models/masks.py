@@ -32,7 +32,9 @@ class Masked:
 
 
 def masked_digits(side: int) -> Masked:
-    """Draws digits at random places in random colors on colored waves. A digit's ink is its mask.
+    """Draws digits at random places in random colors on colored waves.
+
+    A mask is 1 where the ink of its digit is at least 0.5.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -70,8 +72,8 @@ def masked_digits(side: int) -> Masked:
 def mask_folders(path: Path, side: int) -> Masked:
     """Pairs the files of the folders `images` and `masks`, by their names without suffixes.
 
-    Both are scaled and center-cropped to `side` x `side` pixels. A mask is 1 where its file is not
-    black.
+    Images and masks are scaled and center-cropped to `side` x `side` pixels. A mask is 1 where its
+    file is not black.
 
     Raises:
         ValueError: a folder is missing or empty, an image has no mask or a mask of another size, or

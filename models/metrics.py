@@ -48,16 +48,16 @@ def translate(
     tokens: int,
     batch_size: int = 64,
 ) -> list[str]:
-    """Translates sentences greedily: each new token is the most likely one after those before it.
+    """Translates sentences greedily: each new token is the most likely one, given those before it.
 
     Args:
         logits: maps (params, batch, None) to the logits of every position. No position may look
             ahead.
         params: the parameters of the model.
         tokenizer: the tokenizer that the model was trained with.
-        sentences: the sentences to translate; each is truncated to `tokens` tokens, with its end
-            mark.
-        tokens: the most tokens of a sentence, and the most tokens of its translation.
+        sentences: the sentences to translate; each is truncated to `tokens` tokens, including its
+            end mark.
+        tokens: the greatest number of tokens of a sentence and of its translation.
         batch_size: how many sentences are translated together.
     """
     marks, texts = marks_of(tokenizer), []

@@ -1,4 +1,4 @@
-"""English prose of every Python installation: the manual's topics, and docstrings of packages.
+"""English prose of a Python installation: the manual's topics, and docstrings of its packages.
 
 Source files are parsed, but never imported or run.
 """
@@ -33,8 +33,8 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
     """Gathers the manual's topics, then docstrings, up to about `limit_characters` characters.
 
-    Files are sorted by the hash of their names, so that the limit leaves text of every package. A
-    repeated paragraph is left out.
+    Files are sorted by the hash of their names, so that the files before the limit are a sample of
+    all packages. A repeated paragraph is left out.
     """
     prose: list[str] = []
     seen: set[str] = set()
@@ -79,7 +79,7 @@ def _without_markup(block: str) -> str:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Yields runs of lines with the same indentation, each run joined to one line."""
+    """Yields runs of lines with the same indentation. Each run is joined to one line."""
     lines: list[str] = []
     indent = 0
     for line in [*text.splitlines(), ""]:

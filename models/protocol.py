@@ -33,8 +33,9 @@ class Model(Protocol):
     `dtype`, and `--sequence-length` the field `sequence_length` or `tokens`.
 
     The log shows tokens per second if a batch has leaves of integers, [examples, positions, ...],
-    that are called `tokens`, `input_ids` or `inputs`. It counts examples times positions of these
-    leaves. The log also shows all members of `aux` that are single numbers.
+    that are called `tokens`, `input_ids` or `inputs`. The number of tokens of a leaf is its number
+    of examples times its positions. The log also shows all members of `aux` that are single
+    numbers.
     """
 
     def loss_fn(self, params: Tree, batch: Tree, rng: jax.Array, /) -> Any:

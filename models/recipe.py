@@ -57,7 +57,8 @@ class Recipe:
         learning_rate: the peak rate, which the warmup reaches at its end. The last step's rate is
             near zero.
         warmup: the fraction of all steps that belong to the warmup.
-        weight_decay: the weight decay of matrices. Biases and scales do not decay.
+        weight_decay: the weight decay of parameters with two axes or more. Biases and scales do not
+            decay, unless they are stacked, [blocks, ...], and the optimizer sees the stack.
         clip_norm: gradients of a larger global norm are scaled down to this norm.
         b2: Adam's decay rate of second moments.
         warmup_steps: the number of warmup steps; overrides `warmup`.
@@ -107,7 +108,7 @@ class Recipe:
         this, because they never have all gradients at once.
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
-        # Vectors are biases and scales, which do not decay.
+        # Vectors are biases and scales, which do not decay. Stacked vectors have two axes.
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
         make = OPTIMIZERS[self.optimizer_name]
         update = optax.chain(clip, make(self, self.schedule(total_steps), decayed))

@@ -4,7 +4,7 @@ Axes: B batch, Y and X of an image, C channels.
 
 Each group of blocks works on half the side and twice the channels of the group before. In a block
 that halves the image, the 3 x 3 convolution has the stride (as in arXiv:1706.02677). A ReLU
-precedes each convolution and does not follow the sum, so a block returns the sum without a ReLU.
+precedes each convolution of a block. No ReLU follows the sum that the block returns.
 
     x ──┬── reduce 1x1 ── middle 3x3 ── expand 1x1 ──(+)── y     arXiv:1512.03385, figure 5
         └────────────── shortcut 1x1, or ReLU ────────┘

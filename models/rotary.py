@@ -50,8 +50,8 @@ class Rotation:
             return rates
         if not self.original:
             return rates / self.stretch
-        # Fast pairs stay, because they distinguish neighbors. Slow pairs never made a turn in
-        # training.
+        # Fast pairs keep their rates, because they distinguish neighbors. Slow pairs never made a
+        # full turn in training.
         turns = rates * (self.original / (2 * pi))
         kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return kept * rates + (1 - kept) * rates / self.stretch

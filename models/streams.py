@@ -39,7 +39,7 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
     Args:
         rows: a function that opens the stream at its beginning.
         name: the name of the stream, for messages.
-        characters: about how many characters are read; at least two rows are.
+        characters: after this many characters, reading stops, but not before two rows.
         one_in: one character in `one_in` is held out, rounded up to whole rows.
 
     Raises:
@@ -56,8 +56,8 @@ def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_i
         raise ValueError(
             f"'{name}' has {len(head)} rows: give at least two, because one of them is held out"
         )
-    # `count` is the smallest number of rows with 1 / `one_in` of the characters. All rows have that
-    # many, so `next` finds a number. At least one row must be left to train on.
+    # `count` is the smallest number of rows that together have 1 / `one_in` of the characters. All
+    # rows together have enough, so `next` finds a number. One row must be left to train on.
     enough = (i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
     count = min(next(enough), len(head) - 1)
     return Head(tuple(head[:count]), tuple(head[count:]))
@@ -81,7 +81,7 @@ class Rows(grain.IterDataset):
 
 
 class _RowsIterator(grain.DatasetIterator):
-    """An iterator over rows. Its position is the number of past passes and a place in this pass."""
+    """An iterator over rows. Its position is the number of full passes and a place in this pass."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class PackedTexts(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """An iterator over records. Its position is a text's place and the number of its used ids.
+    """An iterator over records. Its position is a text's place and how many of its ids were used.
 
     text          │ a a a a a a a │ b b b │ c c c c c c ...
     record        │ ^ a a a a │ ^ a a a b │ ^ b b c c │         ^ the start mark
@@ -157,7 +157,7 @@ class _PackedIterator(grain.DatasetIterator):
         self._ids = np.array([*ids, self._marks.end], np.int32)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place of the text in which the last record ends, and how many ids it used."""
+        """Returns the place of the text where the last record ends, and its number of used ids."""
         if self._ids is None:
             return {"text": self._parent.get_state(), "used": 0}
         return {"text": self._place, "used": self._used}
@@ -176,8 +176,8 @@ def stream_batches(
 ) -> Batches:
     """Makes batches of `transform(record, generator)`, shuffled within windows.
 
-    The state of the batches is the place in the stream at which the present window begins, and the
-    number of the window's records that were used.
+    The state of the batches has the place in the stream at which the present window of records
+    begins, and the number of the window's records that were used.
     """
     shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=window, seed=seed)
     return iter(shuffled.seed(seed).random_map(transform).batch(batch_size))

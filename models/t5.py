@@ -4,13 +4,14 @@ Axes: B batch, T tokens of each half of a record, D model, H heads, V vocabulary
 
 The encoder reads the first half of a record. The decoder predicts the second half, and each of its
 blocks attends to the encoder's result (`read`). In contrast to the paper, layer norms and linear
-maps have biases, and biases by distance are fixed (ALiBi, arXiv:2108.12409). With `published`, the
-model is as in the paper (`t5_published.py`).
+maps have biases, and the biases of scores by distance are not learned (ALiBi, arXiv:2108.12409).
+With `published`, the model is as in the paper (`t5_published.py`).
 
     inputs ── embeddings ── encoder 0 ── ... ── encoder n ── read ──┬────────────┐
     tokens ── embeddings ─────────────────────────────────── decoder 0 ── ... ── n ── head
 
-All decoder blocks need `read`, so a cut there sends it and their own array, both [B, T, D].
+All decoder blocks need `read`, so a cut between two of them sends two arrays of [B, T, D]: `read`,
+and the result of the block before the cut.
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ class T5Config(TransformerConfig):
                 raise ValueError(
                     f"{field.name}={value} needs published=True: give both, or neither"
                 )
-        # Encoder: a direction has half of the classes; half of these have one distance each.
+        # Encoder: each direction has half of the classes, and half of these have one distance each.
         if self.buckets < 4:
             raise ValueError(f"buckets={self.buckets} must be at least 4")
         # Decoder: half of all classes have one distance each, the others have longer distances.
@@ -134,7 +135,7 @@ class DecoderBlock(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, read: Vectors, key: Key) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         k0, k1, k2 = keys_of(key, 3)
         mixed = self.reading(normed(self.norm, x), read, k0)
         x = x + dropped(self.dropout, mixed, k1)
@@ -160,7 +161,7 @@ class Read(nnx.Module):
         self.norm = layer_norm(config, rngs)
 
     def __call__(self, x: Vectors) -> Vectors:
-        """Returns the normed tokens."""
+        """Returns the normalized vectors."""
         return normed(self.norm, x)
 
 

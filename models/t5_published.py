@@ -100,7 +100,8 @@ class Attention(nnx.Module):
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, inner = config.width, config.heads * config.head_width
         self.heads = config.heads
-        # Scores are not divided by the root of the head width, so initial queries are.
+        # Scores are not divided by the root of the head width. Instead, the initial queries are
+        # smaller by this factor.
         self.queries = _linear(config, rngs, D, inner, (D * config.head_width) ** -0.5)
         self.keys = _linear(config, rngs, D, inner, D**-0.5)
         self.values = _linear(config, rngs, D, inner, D**-0.5)
@@ -117,7 +118,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """A network with F hidden units, which are multiplied by another linear map if `gated`."""
+    """A network with F hidden units. If `gated`, they are multiplied by another linear map."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         D, units = config.width, config.feed_forward or 4 * config.width
@@ -129,8 +130,8 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Vectors, key: Key) -> Vectors:
         """Maps each token separately."""
         y = self.expand(x)  # [B, T, F]
-        # T5 1.1 is gated (GEGLU, arXiv:2002.05202). `expand`, which is activated, is transformers'
-        # wi_0.
+        # T5 1.1 is gated (GEGLU, arXiv:2002.05202). `expand`, whose result the GELU reads, is wi_0
+        # in transformers.
         y = jax.nn.relu(y) if self.gate is None else self.gate(x) * jax.nn.gelu(y)
         return self.contract(dropped(self.dropout, y, key))
 
@@ -151,7 +152,7 @@ class EncoderBlock(nnx.Module):
         return jnp.moveaxis(table[kinds], -1, 0)
 
     def __call__(self, x: Vectors, table: Table, key: Key) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         k0, k1, k2, k3 = keys_of(key, 4)
         y = _normed(self.attention_norm, x)
         # Each block looks up the bias itself, so that a cut sends the small table instead of [H, T,
@@ -165,7 +166,7 @@ class EncoderBlock(nnx.Module):
 class DecoderBlock(nnx.Module):
     """Attention to earlier tokens, attention to the encoder, then a feed-forward network.
 
-    Each is added to its input.
+    The result of each of the three is added to its input.
     """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
@@ -186,7 +187,7 @@ class DecoderBlock(nnx.Module):
         return jnp.where(ahead[None], -jnp.inf, by_distance)
 
     def __call__(self, x: Vectors, read: Vectors, table: Table, key: Key) -> Vectors:
-        """Returns the tokens after the block."""
+        """Returns the vectors after the block."""
         k0, k1, k2, k3, k4, k5 = keys_of(key, 6)
         y = _normed(self.attention_norm, x)
         mixed = self.attention(y, y, self.bias(table, x.shape[1]), k0)
@@ -211,8 +212,8 @@ class Head(nnx.Module):
     def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Returns logits in float32."""
         x = _normed(self.norm, x)
-        # The numbers of a tied table have variance 1, as embeddings need. So D^-0.5 keeps logits
-        # small.
+        # A tied table is initialized with variance 1 for the embeddings, so the logits would be
+        # large without the factor D^-0.5.
         x = x if self.scale is None else x * self.scale
         logits = tokens.attend(x) if self.output is None else self.output(x)
         return logits.astype(jnp.float32)
@@ -226,7 +227,7 @@ class Read(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: Vectors, key: Key) -> Vectors:
-        """Returns the normed tokens."""
+        """Returns the normalized vectors."""
         return dropped(self.dropout, _normed(self.norm, x), key)
 
 
@@ -282,10 +283,10 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """Reads the fields of a `T5Config` from a folder, and rejects unsupported settings.
 
-    A newer config.json says that every projection is tied, so the tensors decide: the projection is
-    tied unless the folder has a tensor for it that differs from the embedding. An older config.json
-    does not say whether logits are `scaled`. They are scaled unless this config.json says that the
-    projection is not tied.
+    A newer config.json says that the projection is tied, even if it is not. So the tensors decide:
+    the projection is tied unless the folder has a tensor for it that differs from the embedding. An
+    older config.json does not say whether logits are `scaled`. In this case, they are scaled unless
+    the config.json says that the projection is not tied.
     """
     gated = settings.get("feed_forward_proj", "relu") == "gated-gelu"
     tied = settings.get("tie_word_embeddings", True)
@@ -334,7 +335,7 @@ def _sources(config: Any) -> dict[str, Source]:
 
 
 def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
-    """Returns the sources of a block. The folder numbers sublayers: 0, 1 and, in a decoder, 2."""
+    """Returns the sources of a block. A folder numbers its sublayers 0, 1 and, if it decodes, 2."""
     sources = _attention(f"{ours}.attention", f"{theirs}.0", "SelfAttention")
     last = f"{theirs}.1"
     if decodes:

@@ -44,11 +44,11 @@ def open_text(
         batch_size: the number of records in a batch.
         vocabulary: the largest vocabulary that the tokenizer may have.
         tokens: the length of a record.
-        first: the least id that is predicted, if the tokenizer is trained here.
+        first: the least id that the baseline predicts, or `Marks.first` if that is less.
         transform: maps the size of the vocabulary and the marks to a function that makes an example
             from a record.
         form: makes records of documents.
-        held_out_tokens: the most tokens that are evaluated; at least one record is.
+        held_out_tokens: how many tokens to evaluate at most, but always one record.
 
     Raises:
         ValueError: as in `open_documents` and `open_tokenizer`; or the text is too short for one
@@ -72,13 +72,13 @@ def open_text(
     else:
         streamed = form.streamed(documents.stream, tokenizer, tokens)
         train = stream_batches(streamed, example_of, seed, batch_size)
-    # If there is a stream, the baseline counts only the ids at the stream's beginning.
     least = min(first, marks.first)
     return Data(
         train=train,
         example=held_out[0],
         held_out=held_out,
         digest=documents.digest,
+        # If there is a stream, the baseline counts only the ids at the stream's beginning.
         baseline_loss=frequency_loss(_texts(records), held_out, vocab_size, least),
     )
 
@@ -89,7 +89,7 @@ def _records(
     form: Form,
     tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the records to train on and the held-out records; they are made once, then cached.
+    """Returns the records to train on and the held-out records. Both are cached for later runs.
 
     Args:
         documents: the documents; their stream is not read.
@@ -106,7 +106,7 @@ def _records(
 
 
 def _texts(records: Int32[np.ndarray, "N ..."]) -> Int32[np.ndarray, "..."]:
-    """Returns the ids of records; for conversations, only the learned ids."""
+    """Returns the ids of records; for conversations, only the ids that the loss counts."""
     if records.ndim == 2:
         return records
     ids, learned = records[:, 0], records[:, 1]
@@ -124,8 +124,8 @@ def open_next_tokens(
 ) -> Data:
     """Opens text as batches in which every token is predicted from the tokens before it.
 
-    If data has `messages` and no `text`, it holds conversations, and only the assistant's words are
-    predicted.
+    If data has `messages` and no `text`, it holds conversations, and the loss counts only the
+    assistant's messages.
 
     Raises:
         ValueError: as in `open_text`; or there is no chat template for conversations.
@@ -157,7 +157,7 @@ def _template(data_path: Path | None, run_dir: Path) -> ChatTemplate:
 
 
 def next_tokens(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
-    """Makes an example: `tokens`, the next tokens as `targets`, and `weights` of 1.
+    """Makes an example: `tokens`, `targets` (the next token for each of them) and `weights` of 1.
 
     >>> example = next_tokens(np.array([1, 7, 8, 9], np.int32), np.random.default_rng(0))
     >>> example["tokens"].tolist(), example["targets"].tolist()
@@ -195,8 +195,8 @@ def open_halves(
 def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
     """Makes an example whose second half is predicted.
 
-    `inputs` is the first half, `tokens` is the second half, `targets` are the tokens after each of
-    `tokens`, and `weights` are 1.
+    `inputs` is the first half, `tokens` is the second half, `targets` has the next token for each
+    of `tokens`, and `weights` are 1.
 
     >>> example = halves(np.array([1, 7, 8, 9, 4], np.int32), np.random.default_rng(0))
     >>> example["inputs"].tolist(), example["tokens"].tolist(), example["targets"].tolist()
@@ -212,12 +212,12 @@ def frequency_loss(
     """Returns the held-out loss, in nats, of a predictor that knows only the frequency of each id.
 
     Args:
-        records: the ids that are counted.
+        records: the ids to count.
         held_out: batches with `targets` and `weights`.
         vocabulary: the number of ids.
         first: the least id that is predicted, unless a lower one is among the targets.
     """
-    # A given tokenizer may have a lower end mark, such as 0.
+    # A user's tokenizer may have an end mark below `first`, such as 0.
     learned = [batch["targets"][batch["weights"] > 0] for batch in held_out]
     first = int(np.concatenate(learned, axis=None).min(initial=first))
     # Laplace's rule adds 1 to each count. With a count of 0, a loss could be infinite.

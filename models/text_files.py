@@ -22,7 +22,7 @@ def texts_in(file: Path) -> list[str]:
     """Returns the texts of a file in order.
 
     Raises:
-        ValueError: the file cannot be read, or has no texts.
+        ValueError: the file cannot be read, or a line or the rows have no text.
         MissingExtraError: it is a .parquet file, and pyarrow is not installed.
     """
     match file.suffix.lower():
@@ -38,7 +38,7 @@ def conversations_in(file: Path) -> list[list[Any]]:
     """Returns the conversations of a file as lists of messages.
 
     Raises:
-        ValueError: the file cannot be read, or has no conversations.
+        ValueError: the file cannot be read, or a line or the rows have no conversation.
         MissingExtraError: it is a .parquet file, and pyarrow is not installed.
     """
     of = _of_rows if file.suffix.lower() == ".parquet" else _of_lines
@@ -46,7 +46,7 @@ def conversations_in(file: Path) -> list[list[Any]]:
 
 
 def holds_conversations(file: Path) -> bool:
-    """Tells whether the lines or rows of a file have `messages` and no `text`."""
+    """Tells whether the first line (.jsonl) or rows (.parquet) have `messages` and no `text`."""
     match file.suffix.lower():
         case ".jsonl":
             lines = (line for line in read_text(file).split("\n") if line.strip())
@@ -123,7 +123,7 @@ def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
 
 
 def lacks(field: str, names: list[str]) -> str:
-    """Writes the part of a message that says which field is missing and which fields exist."""
+    """Returns the part of a message that says which field is missing and which fields exist."""
     what = "text" if field == TEXT else "list"
     present = f", its fields are {', '.join(map(str, names))}" if names else ""
     return f"has no {what} in a field '{field}'{present}"

@@ -1,4 +1,4 @@
-"""Tokenizers (byte-pair encoding, arXiv:1508.07909, of UTF-8 bytes), and packed records of ids."""
+"""Tokenizers (byte-pair encoding of UTF-8, arXiv:1508.07909), and packed records of ids."""
 
 import hashlib
 import io
@@ -51,7 +51,7 @@ OURS = Marks(CLS, SEP, MASK, tuple(range(len(SPECIAL_TOKENS))))
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """Finds the special ids of any tokenizer, also of one that was not trained here.
+    """Finds the special ids of any tokenizer, including those that jvpipe did not train.
 
     Raises:
         ValueError: the tokenizer has no token that ends a document.
@@ -70,7 +70,7 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     added = tokenizer.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
     special |= {i for i in (start, end, mask) if i is not None}
-    # GPT-2's tokenizers have a single mark. It ends a document and starts a record.
+    # A tokenizer may have no start mark. Then the end mark starts a record, too.
     start = end if start is None else start
     return Marks(start, end, mask, tuple(sorted(special)))
 
@@ -78,8 +78,8 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
     """Trains a tokenizer of lower-case text. Its ids are special tokens, 256 bytes, then merges.
 
-    It has at most `vocabulary` tokens. The same documents always give the same tokenizer. The
-    WordPiece trainer of the tokenizers package does not guarantee this.
+    It has at most max(260, `vocabulary`) tokens. The same documents always give the same tokenizer.
+    The WordPiece trainer of the tokenizers package does not guarantee this.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -96,7 +96,7 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Reads a tokenizer from a file of the tokenizers package, without padding and truncation.
+    """Reads a tokenizer that the tokenizers package saved; turns off padding and truncation.
 
     Raises:
         ValueError: the file is not a tokenizer.
@@ -111,7 +111,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Opens `folder/tokenizer.json`; if absent, first trains it on `documents` and writes it.
+    """Opens `folder/tokenizer.json`; if it is missing, trains it on `documents` and writes it.
 
     Raises:
         ValueError: the file is not a tokenizer, or the tokenizer has more tokens than the model.
@@ -163,8 +163,8 @@ def cached(
     """
     key = hashlib.sha256(tokenizer.to_str().encode())
     for text in texts:
-        # Digests are hashed instead of texts, so that the same text, split differently, has another
-        # key.
+        # The key hashes each text's digest, not the text itself. Otherwise, two splits of the same
+        # text into documents would share a key.
         digest = hashlib.sha256(text.encode()).digest()
         key.update(digest)
     path = cache_folder() / f"records-{key.hexdigest()[:32]}-{name}.npy"

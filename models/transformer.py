@@ -55,7 +55,7 @@ class EncoderDecoderConfig(TranslatorConfig, TransformerConfig):
 
 
 Mask = Float[Array, "B 1 1 T"]
-"""A bias of scores that hides padding. It is the same for all heads and all rows."""
+"""A bias of scores that hides padding. It is the same for all heads and all queries."""
 _config = EncoderDecoderConfig
 SIZES = {
     "tiny": _config(
@@ -90,7 +90,7 @@ class Embeddings(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The two sublayers that all blocks share. Each is added to its input, then normalized."""
+    """The two sublayers that every block has. Each is added to its input; the sum is normalized."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
@@ -102,13 +102,13 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def attended(self, x: Vectors, bias: jax.Array, key: Key) -> Vectors:
-        """Returns the tokens after self-attention. `bias` hides tokens from others."""
+        """Returns the vectors after self-attention. `bias` hides tokens from other tokens."""
         k0, k1 = keys_of(key, 2)
         mixed = dropped(self.dropout, self.attention(x, x, k0, bias), k1)
         return normed(self.attention_norm, x + mixed)
 
     def fed(self, x: Vectors, key: Key) -> Vectors:
-        """Returns the tokens after the feed-forward network."""
+        """Returns the vectors after the feed-forward network."""
         y = self.contract(jax.nn.relu(self.expand(x)))  # equation 2 of the paper
         return normed(self.feed_forward_norm, x + dropped(self.dropout, y, key))
 
@@ -117,7 +117,7 @@ class EncoderBlock(Block):
     """A block of the encoder: attention, then the feed-forward network."""
 
     def __call__(self, x: Vectors, mask: Mask, key: Key) -> Vectors:
-        """Returns the tokens after the block. `mask` hides padding."""
+        """Returns the vectors after the block. `mask` hides padding."""
         k0, k1 = keys_of(key, 2)
         return self.fed(self.attended(x, mask, k0), k1)
 
@@ -132,10 +132,10 @@ class DecoderBlock(Block):
         self.reading_norm = layer_norm(config, rngs)
 
     def __call__(self, x: Vectors, read: Vectors, mask: Mask, key: Key) -> Vectors:
-        """Returns the tokens after the block.
+        """Returns the vectors after the block.
 
         Args:
-            x: the tokens.
+            x: the vectors of the target tokens.
             read: the result of the encoder.
             mask: hides the padding of `read`.
             key: the key for dropout.

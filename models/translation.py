@@ -44,7 +44,8 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
     """Opens the sentence pairs in a folder; if None, the pairs from Django's message catalogs.
 
     For the languages `en-de`, the folder has files `NAME.en` and `NAME.de`. The pairs of `valid.en`
-    and `valid.de` are held out. Without these files, a tenth of all pairs is held out.
+    and `valid.de` are held out. Without these files, a tenth of all pairs is held out, but about
+    2000 pairs at most.
 
     Raises:
         ValueError: the folder has no such files, a file cannot be read, or two files differ in
@@ -136,7 +137,7 @@ def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -
 
 
 def pack_pairs(pairs: Pairs, tokenizer: Tokenizer, tokens: int) -> Records:
-    """Makes records of 2 `tokens` + 1 ids: a source, then a target, each padded with -1.
+    """Makes records of 2 `tokens` + 1 ids: a source, then a target, each padded with `_NONE`.
 
     a a a $ - - - - | ^ b b b b $ - - -        `tokens` is 8, ^ the start mark, $ the end mark
     """
@@ -182,7 +183,7 @@ def _plain(line: str) -> str:
 
 
 def _split(pairs: Pairs, one_in: int = 10, limit: int = 2000) -> Parallel:
-    """Holds out one in `one_in` pairs, about `limit` at most: those with the smallest hashes."""
+    """Holds out one pair in `one_in`, but about `limit` at most: those with the smallest hashes."""
     if not pairs:
         return Parallel((), ())
     hashes = [hashlib.sha256(source.encode()).digest() for source, _ in pairs]

@@ -78,7 +78,7 @@ class UNetConfig(ImageConfig):
 
     @property
     def chains(self) -> dict[str, list[int]]:
-        """For each chain, e.g. `down_0`, the channels of its input and after each convolution."""
+        """Maps each chain, e.g. `down_0`, to the channels of its input and of each convolution."""
         chains, channels, inputs = {}, self.channels, 3
         for level in range(self.levels):
             chains[f"down_{level}"] = [inputs] + [channels << level] * self.convolutions
@@ -128,7 +128,7 @@ def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
 
 
 def logits_function(config: UNetConfig) -> Callable[[Tree, Image, Key], Mask]:
-    """Makes `logits(params, images, key)`, the logits of whether each pixel is masked.
+    """Makes `logits(params, images, key)`, the logits that each pixel belongs to the mask.
 
     Without a key, there is no dropout.
     """

@@ -12,8 +12,9 @@ class UserBatches:
 
     If the stream has the methods `get_state` and `set_state`, as Grain's iterators do, its own
     state is the position. For any other stream, the position is the number of batches taken so far.
-    A resumed run then opens a new stream, which must yield the same batches again, and skips that
-    many of them. To go back, an iterable such as a list is opened again; an iterator cannot be.
+    A resumed run then opens a new stream, which must yield the same batches again, and skips the
+    batches taken before. To go back, `set_state` opens the iterable (e.g. a list) again. This is
+    impossible if the stream is an iterator.
 
     Args:
         called: the text of the call that returned the stream, for messages.
@@ -52,7 +53,7 @@ class UserBatches:
 
     def peek(self) -> Tree:
         """Returns the next batch without taking it, so `next` will return the same batch."""
-        # A stream with its own position is set back. To any other stream, the batch is prepended.
+        # If the stream has its own position, it is set back. Otherwise, the batch is put in front.
         before = self.get_state()
         batch = next(self)
         if self._keeps_place:
@@ -63,7 +64,7 @@ class UserBatches:
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position in the stream as a JSON object; bytes become a text."""
+        """Returns the position in the stream as a JSON object. Bytes are encoded as a text."""
         if not self._keeps_place:
             return {"batches": self._taken}
         place = self._iterator.get_state()
@@ -76,7 +77,7 @@ class UserBatches:
 
         Raises:
             ValueError: this stream has its own position and the saved position is a count, or vice
-                versa; or the position is before that of an iterator without its own position.
+                versa; or the stream is an iterator that would have to go back.
         """
         saved = "without it" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:

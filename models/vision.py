@@ -119,8 +119,8 @@ def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image
     wide = x.astype(jnp.float32)
     mean, variance = averages["mean"], averages["variance"]
     if training:
-        # Here the batch is a micro-batch. So with more micro-batches, statistics are of fewer
-        # images.
+        # Here the batch is a micro-batch. So with more micro-batches, the statistics are those of
+        # fewer images.
         mean = jnp.mean(wide, (0, 1, 2))
         variance = jnp.var(wide, (0, 1, 2))
         averages = {

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _PREFIXES = ("bert.", "transformer.", "model.")
 _ALSO = {".gamma": ".weight", ".beta": ".bias"}
-"""Endings of names in old folders, and the endings in newer folders."""
+"""Maps endings of names in old folders to the endings in newer folders."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The supported types of numbers, by their names in files."""
 
@@ -104,7 +104,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def _table(path: Path, key: str | None = None) -> dict[str, Any]:
-    """Reads the object in a JSON file, or the object under one of its keys."""
+    """Reads a JSON file that holds an object; with a `key`, the object under this key."""
     data = json.loads(path.read_text())
     table = data.get(key) if key is not None and isinstance(data, dict) else data
     if not isinstance(table, dict):

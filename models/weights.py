@@ -148,7 +148,8 @@ def read_params(
 ) -> dict[str, Any]:
     """Opens the parameters of a model in a folder, as nested dicts of `LazyArray`.
 
-    This reads only headers. Each array is read when it is needed.
+    This reads only headers, and tensors that should repeat another tensor. Each parameter is read
+    when it is needed.
 
     Args:
         folder: a folder with a model of this type.
@@ -188,7 +189,7 @@ def read_params(
 
 
 def _check_unread(folder: Folder, form: Format, name: str) -> None:
-    """Checks that a tensor that belongs to no parameter is a copy of another tensor, or ignored."""
+    """Checks a tensor that belongs to no parameter: it must repeat another tensor or be ignored."""
     if name in form.copies:
         if not folder.repeats(name, form.copies[name]):
             raise ValueError(
@@ -208,7 +209,7 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
 def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.ndarray:
     """Reads a parameter, or only its part at the indices `at` of the first axes."""
     if source.layers is not None:
-        # With an index, only that layer is read. So each stage reads only its own layers.
+        # With an index, only one layer is read. So each stage reads only its own layers.
         if not at:
             return np.stack([_read(folder, source, dtype, i) for i in range(source.layers)])
         source, at = source.of(at[0]), at[1:]
@@ -243,7 +244,7 @@ def write_params(
     piece_of, leaves = pieces(form.sources(config)), dict(flat(params))
 
     def tensor(name: str) -> np.ndarray:
-        # A copy of another tensor gets the trained numbers of that tensor, so that it stays a copy.
+        # A tensor that repeats another tensor gets the trained numbers of that other tensor.
         piece = piece_of.get(name) or piece_of.get(form.copies.get(name, ""))
         if piece is None:
             return folder.array(name)
@@ -287,7 +288,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def linear(path: str, *names: str, turned: bool = True, bias: bool = True) -> dict[str, Source]:
-    """Returns the sources of a linear map, which is one map of the folder or several side by side.
+    """Returns the sources of a linear map. It joins the outputs of one or more maps of the folder.
 
     >>> linear("head", "lm_head", bias=False)
     {'head.kernel': Source(names=('lm_head.weight',), turned=True, layers=None)}

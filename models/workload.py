@@ -111,8 +111,8 @@ class Workload:
         model_state: makes the initial model state, such as statistics of batch norms; None if the
             loss has no state. With a state, the loss maps (parameters, state, batch, key) to the
             loss and a new state.
-        supernet: a space of architectures for a search, or None; `init` and `loss_fn` are then
-            those of the default architecture.
+        supernet: the space of architectures for a search, or None. If there is a space, `init` and
+            `loss_fn` are those of its default architecture.
     """
 
     name: str
@@ -235,7 +235,7 @@ def configured(
 
 
 def _trained(config: Any, init: Callable[[jax.Array], Tree]) -> str:
-    """Returns the pattern of trained parameters: of all, or only of adapters if there are any.
+    """Returns a pattern of the parameters to train: adapters, or all if there are no adapters.
 
     Raises:
         ValueError: no layer matches the configuration's pattern `lora_on`.
@@ -244,7 +244,7 @@ def _trained(config: Any, init: Callable[[jax.Array], Tree]) -> str:
         return "*"
     from jvpipe.models import lora  # needs an extra
 
-    # eval_shape computes no numbers, because only the paths of the parameters are needed.
+    # Only the paths of the parameters are needed, so eval_shape, which computes nothing, suffices.
     lora.check_adapted(jax.eval_shape(init, jax.random.key(0)), config.lora_on)
     return lora.TRAINED
 

@@ -146,7 +146,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then a feed-forward network. Each is added to its input, then normalized."""
+    """Attention, then a feed-forward network. Each is added to its input; the sum is normalized."""
 
     def __init__(self, config: XlnetConfig, *, rngs: nnx.Rngs) -> None:
         units = config.feed_forward or 4 * config.width
@@ -187,8 +187,8 @@ def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
     predicted = is_token & (batch["weights"] > 0)[:, :, None]
     # A token's rank is its place in the order of prediction, 1 to K, or 0 if it is not predicted.
     ranks = jnp.sum(jnp.where(predicted, turns[:, :, None], 0), 1)  # [B, T]
-    # A row sees tokens of ranks below its limit. So only rows of the first stream see their own
-    # token.
+    # A row sees tokens of ranks below its limit. The limits are such that a row of the first stream
+    # sees its own token, and a row of the second stream does not.
     ranks_seen = ranks[:, None]  # [B, 1, T]
     limits = jnp.concatenate([ranks + 1, turns], 1)  # [B, Q]
     sees = ranks_seen < limits[:, :, None]  # [B, Q, T]

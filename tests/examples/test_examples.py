@@ -37,7 +37,7 @@ def test_examples_are_all_tried_and_short() -> None:
     assert found.keys() == NAMES.keys() | PROGRAMS
     lengths = {name: len(text.splitlines()) for name, text in found.items()}
     assert lengths["llama.py"] < 100  # README.md and docs/start.md promise this
-    assert max(lengths.values()) < 130
+    assert max(lengths.values()) <= 130
     for file, name in NAMES.items():
         assert f"--model examples/{file}:{name} --stages 2" in found[file]
 
