@@ -58,7 +58,7 @@ class Recipe:
             near zero.
         warmup: the fraction of all steps that belong to the warmup.
         weight_decay: the weight decay of parameters with two axes or more. Biases and scales do not
-            decay, unless they are stacked, [blocks, ...], and the optimizer sees the stack.
+            decay, even if those of several blocks are stacked.
         clip_norm: gradients of a larger global norm are scaled down to this norm.
         b2: Adam's decay rate of second moments.
         warmup_steps: the number of warmup steps; overrides `warmup`.
@@ -108,10 +108,8 @@ class Recipe:
         this, because they never have all gradients at once.
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
-        # Vectors are biases and scales, which do not decay. Stacked vectors have two axes.
-        decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
         make = OPTIMIZERS[self.optimizer_name]
-        update = optax.chain(clip, make(self, self.schedule(total_steps), decayed))
+        update = optax.chain(clip, make(self, self.schedule(total_steps), _decayed))
         if self.trained == "*":
             return update
         return optax.multi_transform({True: update, False: optax.set_to_zero()}, self._labels)
@@ -124,3 +122,14 @@ class Recipe:
             return fnmatchcase(name, self.trained)
 
         return jax.tree_util.tree_map_with_path(is_trained, params)
+
+
+def _decayed(params: Any) -> Any:
+    """Tells for each parameter whether it decays."""
+
+    def decays(path: Any, p: Any) -> bool:
+        # Biases and scales are vectors, but a stack of them has two axes.
+        is_vector = jax.tree_util.keystr(path[-1:], simple=True) in ("bias", "scale")
+        return p.ndim > 1 and not is_vector
+
+    return jax.tree_util.tree_map_with_path(decays, params)

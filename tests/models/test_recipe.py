@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jvpipe.models.recipe import OPTIMIZERS, Recipe
+from jvpipe.models.workload import load
 from tests.grid import grid
 
 RATES = {"sgd": 0.3, "momentum": 0.05}
@@ -31,6 +32,18 @@ def test_each_goes_downhill(name: str, local: bool) -> None:
     for _ in range(40):
         params, state = step(params, state)
     assert all(np.abs(leaf).max() < 0.5 for leaf in jax.tree.leaves(params)), params
+
+
+def test_only_matrices_decay_although_vectors_are_stacked() -> None:
+    workload = load("llama", "tiny")
+    params = workload.init(jax.random.key(0))
+    params = jax.tree.map(lambda p: jnp.ones(p.shape), params)
+    optimizer = Recipe(1.0, weight_decay=0.5, warmup_steps=0).optimizer(10)
+    gradients = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert bool(jnp.any(update != 0)) == (not name.endswith("scale")), name
 
 
 def test_a_warm_up_may_be_as_long_as_the_run_or_none() -> None:
