@@ -43,7 +43,7 @@ def class_folders(path: Path, side: int, classes: int) -> Images:
     counts = [len(some) for some in files]
     labels = np.repeat(np.arange(classes, dtype=np.int32), counts)
     flat = [file for some in files for file in some]
-    # `sizes_of` checks the files now, so that they raise no error in the middle of an epoch.
+    # `sizes_of` checks the files now: few or none raise an error in the middle of an epoch.
     sizes_of(flat)
     return Images(labels, lambda i: decoded(flat[i], side), listing_digest(flat, path))
 
