@@ -5,7 +5,7 @@ seconds deals with one type. The meaning of `size` in `Link.seconds(size)` depen
 
     a copy                                  the bytes that are copied
     an all-reduce (`reducing`)              the bytes of one summand
-    a transfer of a cut value (`way`)       the bytes of the whole value, in all slices together
+    a transfer of slices (`way`)            the bytes of the whole value, in all slices together
 """
 
 import math
@@ -264,7 +264,8 @@ class Cluster:
         to = self.machines_of(readers)
         ways = min(len(at), len(to))
         link = self.peer
-        # Nothing crosses the network if the i-th sender and reader are on one machine, for all i.
+        # Nothing crosses the network if all devices are on one machine, or if the i-th sender and
+        # the i-th reader are, for each i.
         if at != to and len({*at, *to}) > 1:
             crossing = self.networks * min(len({*at}), len({*to}))
             ways = min(ways, crossing)

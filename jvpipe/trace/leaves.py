@@ -135,7 +135,7 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
 
 
 def named_leaves(path: Sequence[Any], role: Role) -> str:
-    """Returns the name of a leaf for messages; if the tree is a single array, only its role.
+    """Returns the name of a leaf for messages: its role and path; a single array has no path.
 
     >>> named_leaves((jax.tree_util.DictKey("x"),), "batch leaf"), named_leaves((), "batch leaf")
     ("batch leaf 'x'", 'the only batch leaf')

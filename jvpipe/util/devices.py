@@ -186,7 +186,7 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
 
 
-_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+_PACKED = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 """Types smaller than a byte: devices pack several values into one byte."""
 
 

@@ -1,4 +1,4 @@
-"""Finds the plans that hold the least: they decide whether any order of tasks keeps a limit.
+"""Finds the plans that need the least memory, to see whether some order of tasks keeps a limit.
 
 Devices hold the least in the order with one micro-batch in flight at a time (the schedule
 `one_by_one`). A plan that keeps a limit in some order also keeps it in this one. So it is enough to
@@ -6,7 +6,8 @@ find the emptiest plan in this order: the plan whose fullest device holds the le
 
     one stage per device     `min_bytes_plan` (`smallest_limit.py`) finds it
     several, few cuts        all choices of cuts are tried
-    several, many cuts       one bound moves at a time, as long as the fullest devices get emptier
+    several, many cuts       one stage bound moves at a time while the fullest devices get emptier;
+                             a plan that needs less may be missed
 
 Several stages of a device work one at a time, and share the bytes that a stage needs only while it
 works. So what a stage adds depends on the other stages of its device. `min_bytes_plan` counts each
@@ -99,8 +100,8 @@ def emptied(
 
     Args:
         problem: gives the order of tasks.
-        fates: chooses fates for the problem's placement.
-        bounds: of the stages, to begin with.
+        fates: chooses what each layer keeps, recomputes or swaps.
+        bounds: the bounds of the stages, at which the search begins.
         places: the most cuts by which a bound moves at once.
         tries: the most plans whose bytes are counted.
     """

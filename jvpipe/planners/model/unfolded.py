@@ -1,8 +1,9 @@
-"""Extends planners that know one stage per device to devices of several stages, or split backwards.
+"""Extends planners of one stage per device to several stages per device, or backwards in halves.
 
 The problem is unfolded: each stage gets a device of its own, and has as many micro-batches in
-flight as before. Each of these devices may hold only a budget: a fraction of its limit, the same
-for all devices. A search by halving looks for the largest budget whose plan fits the true devices.
+flight as before. Each of these devices may hold only a budget, which is the same fraction of its
+limit for all devices. The search halves an interval of budgets, to find the largest budget whose
+plan fits the true devices.
 Every plan that the search accepts was counted on the true devices, so it keeps their limits. A
 better plan may exist, because the stages of a device need not hold equal parts of its limit.
 """
@@ -76,8 +77,7 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
     """Makes a planner for devices of several stages from a planner that knows one stage per device.
 
     The result raises `Infeasible` if no budget leads to a decision that keeps the limit; the error
-    names a limit under which a decision was seen to fit. A planner that ignores limits always
-    answers.
+    names a limit under which a decision was seen to fit. If `decide` ignores limits, it never raises.
 
     Args:
         decide: the planner that knows one stage per device.
@@ -94,8 +94,8 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
         refused = None
         low = 0
         high = limit
-        # The whole limit is tried first. If its plan fits the devices, or if it has no plan, no
-        # budget is sought. Then the interval is halved. A budget is too small if nothing fits it,
+        # The whole limit is tried first. If its plan fits the devices, or if it has no plan, the
+        # search ends. Otherwise the interval is halved. A budget is too small if nothing fits it,
         # and too large if the stages of a device together are over the device's limit.
         budget = limit
         for _ in range(BUDGETS):
@@ -133,7 +133,7 @@ def _infeasible(
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
-    """Makes the error that no budget suffices, with a larger limit and a decision that keeps it."""
+    """Makes the error that no budget suffices; it names a larger limit that a decision keeps."""
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
