@@ -44,7 +44,8 @@ class Done(NamedTuple):
 class StepLog:
     """A log of steps, which only the first process writes.
 
-    All processes must make the same calls, because each call exchanges their metrics and signals.
+    All processes must make the same calls, which exchange metrics and signals; only `failed` does
+    not.
 
     Args:
         job: the run.
@@ -73,9 +74,9 @@ class StepLog:
         Returns:
             The number of a signal that some process has received, or None.
         """
-        signum = self._tell(self._dispatched, before=True)
-        self._dispatched = done
-        return signum
+        # If logging fails, `failed` must not log the previous step again.
+        previous, self._dispatched = self._dispatched, done
+        return self._tell(previous, before=True)
 
     def ended(self, loss: float | None) -> None:
         """Waits for the end of the last dispatched step, and logs the step.
@@ -89,7 +90,7 @@ class StepLog:
     def failed(self) -> None:
         """Logs the last step when this process fails, without the metrics of other processes.
 
-        This process does not wait for the others, because they may not make this call.
+        It does not wait for the other processes, which possibly never make this call.
         """
         self._tell(self._dispatched, before=False, hosts=ALONE)
 
@@ -239,5 +240,7 @@ class Clock:
     def standing(self) -> Iterator[None]:
         """Excludes the seconds inside the context from `lap_s`."""
         before = time.perf_counter()
-        yield
-        self._at += time.perf_counter() - before
+        try:
+            yield
+        finally:
+            self._at += time.perf_counter() - before

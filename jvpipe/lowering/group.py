@@ -51,14 +51,13 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
-    # The last row that touches a buffer is found again, because a group touches fewer buffers than
-    # its parts.
+    # A group touches fewer buffers than its parts, so the last row of each buffer is searched anew.
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
 
 
 def _without(row: Row, made_within: set[int]) -> Row:
-    """Returns a row; removes the buffers that are made within it from the writes of a group."""
+    """Returns a row; if it is a group, its writes lose the buffers that are made within it."""
     if len(row.parts) == 1:
         return row
     return replace(row, writes=tuple(b for b in row.writes if b not in made_within))
@@ -117,8 +116,8 @@ def _one(parts: Sequence[Row], kind: Kind) -> Row:
     """Makes one row of several parts.
 
     The buffers that the row overwrites come first among its writes, in the order of its reads. JAX
-    goes through the results and lets each result overwrite the next suitable input. In this order
-    that input is the buffer that the result has to overwrite.
+    goes through the results and lets each result overwrite the next suitable input. In this order,
+    that input is the buffer that is meant for the result.
     """
     # A buffer that an earlier part has written does not come from outside the group.
     written: set[int] = set()

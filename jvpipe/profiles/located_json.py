@@ -114,7 +114,7 @@ def parse_located(text: str, file: str) -> Located:
 
 
 def _whole(digits: str) -> int | float:
-    """Reads a whole number; one of more digits than Python reads is infinite."""
+    """Reads a whole number; one with too many digits for `int` is infinite."""
     try:
         return int(digits)
     except ValueError:

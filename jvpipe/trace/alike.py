@@ -2,12 +2,13 @@
 
 Each variable gets a number, and variables with the same number are equal. The results of two
 equations get the same number if the equations have the same primitive, the same parameters, and
-operands with the same numbers. The type of a whole number does not matter:
-sum(mask).astype(float) and sum(mask, dtype=float) are the same count.
+operands with the same numbers. The type of a whole number matters only where it changes the value:
+sum(mask).astype(float) and sum(mask, dtype=float) are the same count, but ~True is False and ~1
+is -2.
 
 If equal values get different numbers, fewer sums and means are recognized. Different values must
-not get the same number, with one exception (`same` in `Alike.tell`): a replica computes count in
-place of max(count, 1), so both have the same number.
+not get the same number, with one exception (`same` in `Alike.tell`): max(count, 1) gets the number
+of count, because a replica computes count instead.
 """
 
 from collections.abc import Hashable
@@ -58,24 +59,25 @@ _COMPARED = _COUNTING | {
 }
 """Primitives that are compared; each result of any other primitive gets a new number."""
 _EXACT_BYTES = 4
-"""The size of float32, the narrowest type of floats that counts are taken to be exact in."""
+"""The size of float32: whole numbers count as exact in floats of at least this size."""
 
 
 class Alike:
     """The numbers of variables; variables with the same number are equal.
 
-    `tell` must be called with every equation, in order.
+    `tell` must be called with equations in their order. The results of others are unlike all.
 
     >>> import jax, jax.numpy as jnp
     >>> def counts(mask):
-    ...     return jnp.sum(mask, dtype=jnp.float32), jnp.sum(mask).astype(jnp.float32), jnp.sum(~mask)
+    ...     count = jnp.sum(mask, dtype=jnp.float32)
+    ...     return count, jnp.sum(mask).astype(jnp.float32), jnp.sum(~mask), jnp.sum(~mask.astype(int))
     >>> closed = jax.make_jaxpr(counts)(jnp.ones(3, bool))
     >>> alike = Alike()
     >>> for eqn in closed.jaxpr.eqns:
     ...     alike.tell(eqn)
-    >>> a, b, c = map(alike.number, closed.jaxpr.outvars)
-    >>> a == b, a == c
-    (True, False)
+    >>> a, b, c, d = map(alike.number, closed.jaxpr.outvars)
+    >>> a == b, a == c, c == d
+    (True, False, False)
     """
 
     def __init__(self) -> None:
@@ -105,7 +107,10 @@ class Alike:
             self._numbers[out] = operands[0]
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
-            number = self._number((name, comparable(params), operands))
+            dtype = _jax.aval(out).dtype
+            # `not` depends on the type, and unsigned numbers wrap around.
+            of_type = dtype if name == "not" or dtype.kind == "u" else None
+            number = self._number((name, comparable(params), operands, of_type))
             self._numbers[out] = number
             if _is_whole(out) or (name in _COUNTING and self._whole.issuperset(operands)):
                 self._whole.add(number)
@@ -144,7 +149,8 @@ def _keeps_whole(eqn: JaxprEqn) -> bool:
     if after == np.bool_:
         return before == np.bool_
     if np.issubdtype(after, np.integer):
-        return after.itemsize >= before.itemsize
+        changes_sign = before.kind != "b" and (before.kind == "u") != (after.kind == "u")
+        return after.itemsize >= before.itemsize and not changes_sign
     # Narrower floats round small counts already: bfloat16 rounds 257 to 256.
     return after == before or after.itemsize >= _EXACT_BYTES
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvpipe import models
-from jvpipe.cli.step_log import tokens_in
+from jvpipe.cli.step_log import StepLog, tokens_in
 from jvpipe.report.metrics import scalars_in
 
 
@@ -36,3 +36,19 @@ def test_single_numbers_are_told_by_their_path() -> None:
     assert scalars_in(aux) == {"moe/0/balance": 0.5, "moe/1/balance": 2.0}
     assert scalars_in(np.float32(3)) == {"aux": 3.0}
     assert scalars_in(()) == {}
+
+
+def test_a_step_whose_logging_has_failed_is_not_logged_again() -> None:
+    log: Any = object.__new__(StepLog)
+    told: list[str] = []
+
+    def tell(done: str, **_: Any) -> None:
+        told.append(done)
+        if done == "first":
+            raise ValueError("the tracker takes nothing")
+
+    log._dispatched, log._tell = "first", tell
+    with pytest.raises(ValueError, match="tracker"):
+        log.dispatched("second")
+    log.failed()
+    assert told == ["first", "second"]

@@ -1,4 +1,4 @@
-"""Bounds from below what a device's remaining layers hold and need, whatever their choices.
+"""Lower bounds of what a device's remaining layers hold and need, whatever their choices.
 
 States of choices grow layer by layer (`dominance.py`). With these bounds a state that must end over
 the limit is found early, before its last layers have choices.
@@ -10,8 +10,8 @@ two stages, whose ends are drawn as bars:
     number            5  1  2    3  4
     its sum to come  15 10  9    7  4    0      the last entry is for no layers at all
 
-While a layer runs, the later layers of its own stage hold nothing of the micro-batch at work, but
-the layers of later stages hold all of theirs. So some sums count one number for each layer of the
+While a layer runs a micro-batch, later layers of its stage hold nothing of it, but the layers of
+later stages hold as much as ever. So some sums count one number for each layer of the
 stage in which the sum begins, and another number for each layer of later stages (`until_end`).
 """
 
@@ -37,9 +37,9 @@ class LookAhead:
         least_bytes: what these layers hold for all micro-batches in flight.
         spare_bytes: the same while an earlier layer of the same stage runs.
         top_bytes: the most that these layers hold and work with while one of them runs.
-        fall_bytes: by how much the bytes that these layers hand over exceed those that they leave,
-            up to the end of the stage; an array by layer alone, with entries only if backwards are
-            split.
+        fall_bytes: up to the end of the stage, the bytes that the layers hand to the second halves
+            of backwards, less the bytes that their forwards leave; an array by layer alone, empty
+            unless backwards are split.
     """
 
     least_bytes: ByMoment
@@ -65,7 +65,8 @@ def look_ahead(
         held_bytes: the bytes that each choice holds, by moment, layer and choice.
         shared_bytes: for each layer, bytes that are held from that layer on for values that several
             layers read.
-        ends: for each layer, the number of layers up to the end of its stage.
+        ends: for each layer, the number of the device's layers up to the end of the layer's stage;
+            then the number of all of them.
         halves: whether backwards run in two halves.
     """
     allowed = table.allowed[at]
@@ -80,8 +81,8 @@ def look_ahead(
     least_to_come = to_come(least)
     behind = until_end(spare, least, ends, 1)
     # While a layer runs, the later layers of its stage hold nothing of the micro-batch at work.
-    # `over` is what this layer and all later ones then take, less the least that they hold when
-    # none of them runs. The layer with the largest `over` sets `top_bytes`.
+    # `over` is what a layer and all later ones take while the layer runs, less the least that they
+    # hold when none of them runs. The layer with the largest `over` sets `top_bytes`.
     least_from = least_to_come[:, :-1]
     over = top + behind[:, :-1] - least_from
     most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
@@ -118,8 +119,9 @@ def until_end(
     Args:
         inside: for each layer, what counts in sums that begin in the layer's own stage.
         after: for each layer, what counts in sums that begin in an earlier stage.
-        ends: for each layer, the number of layers up to the end of its stage.
-        skipped: how many layers to leave out at the beginning of each sum.
+        ends: for each layer, the number of the device's layers up to the end of the layer's stage;
+            then the number of all of them.
+        skipped: how many layers to leave out at the beginning of each sum, 0 or 1.
     """
     begin = np.minimum(np.arange(len(ends)) + skipped, len(ends) - 1)
     inner = to_come(inside)
