@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvpipe import models
-from jvpipe.cli.step_log import StepLog, tokens_in
+from jvpipe.cli.step_log import Done, StepLog, tokens_in
 from jvpipe.report.metrics import scalars_in
 
 
@@ -40,15 +40,16 @@ def test_single_numbers_are_told_by_their_path() -> None:
 
 def test_a_step_whose_logging_has_failed_is_not_logged_again() -> None:
     log: Any = object.__new__(StepLog)
-    told: list[str] = []
+    first, second = (object.__new__(Done) for _ in range(2))
+    told: list[Done] = []
 
-    def tell(done: str, **_: Any) -> None:
+    def tell(done: Done, **_: Any) -> None:
         told.append(done)
-        if done == "first":
+        if done is first:
             raise ValueError("the tracker takes nothing")
 
-    log._dispatched, log._tell = "first", tell
+    log._dispatched, log._tell = first, tell
     with pytest.raises(ValueError, match="tracker"):
-        log.dispatched("second")
+        log.dispatched(second)
     log.failed()
-    assert told == ["first", "second"]
+    assert [id(done) for done in told] == [id(first), id(second)]
