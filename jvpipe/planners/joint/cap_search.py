@@ -44,7 +44,7 @@ from itertools import count
 import numpy as np
 
 from jvpipe.planners.joint.segment_table import Path, StageTable, Table
-from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum, sums_through
+from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import CutBlock
 
@@ -279,34 +279,8 @@ class _Boxes:
         step_s = objective.step_s
         if np.isfinite(step_s):
             self.paths[path] = step_s
-        if step_s < self.best_s:
-            self.best_s = step_s
-            self._narrow()
+        self.best_s = min(self.best_s, step_s)
         return objective.maxima
-
-    def _narrow(self) -> None:
-        """Removes the cuts through which no path can be better than the best path found.
-
-        For an asynchronous schedule all cuts stay: `lower_bound.py` searches without transfers, and
-        bounds all cells of the table again with transfers.
-        """
-        if not self.problem.schedule.synchronous:
-            return
-        objective = Objective(self.problem, self.table.lower())
-        low = objective.maxima
-        # A better path takes less than `best_s`, and its sum is at least `least_s`. So its maxima
-        # add up to at most `rest_s`. The maximum of each other phase is at least that phase's entry
-        # of `low`. So the maximum of a phase is at most `rest_s` minus the other entries of `low`.
-        least_s, _ = least_sum(objective.sums)
-        rest_s = np.inf
-        if self.waits:
-            rest_s = (self.best_s - least_s) / self.waits * (1 + 1e-12)
-        caps = tuple(rest_s - sum(low) + low_s for low_s in low)
-        enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
-        least_through = sums_through(objective.under(caps))
-        kept = [np.flatnonzero(least_s <= enough_s) for least_s in least_through]
-        if all(len(places) for places in kept):
-            self.table.narrow(kept)
 
 
 def _rest(

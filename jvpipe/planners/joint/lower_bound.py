@@ -79,10 +79,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _hidden_transfers(problem: Problem) -> Solution:
-    """Solves the problem as an asynchronous one without transfers; the caller adds their seconds.
-
-    A search for an asynchronous schedule removes no cuts, so its table still bounds all segments.
-    """
+    """Solves the problem as an asynchronous one without transfers; the caller adds their seconds."""
     alone = replace(
         problem,
         peer=INFINITE,

@@ -219,9 +219,7 @@ class Table:
         stages = [replace(stage, seconds=stage.seconds.copy()) for stage in self.stages]
         for (s, i, j), bound_s in self.unproven.items():
             stage = stages[s]
-            # `narrow` may have removed the cell's cuts from the table.
-            if i in stage.block.starts and j in stage.block.ends:
-                stage.seconds[stage.place(i, j)] = bound_s
+            stage.seconds[stage.place(i, j)] = bound_s
         return stages
 
     def along(self, path: Path) -> list[StageTable]:
@@ -232,13 +230,6 @@ class Table:
             columns = np.array([column])
             stages.append(stage.at(rows, columns))
         return stages
-
-    def narrow(self, places: Sequence[np.ndarray]) -> None:
-        """Keeps for each bound only the cuts at these indices."""
-        windows = zip(self.cuts, places, strict=True)
-        self.cuts = [cuts[kept] for cuts, kept in windows]
-        ends = zip(self.stages, pairwise(places), strict=True)
-        self.stages = [stage.at(*kept) for stage, kept in ends]
 
     def path(self, places: Sequence[int] | np.ndarray) -> Path:
         """Returns the cuts at these indices, one for each bound."""

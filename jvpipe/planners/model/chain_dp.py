@@ -10,13 +10,13 @@ The program keeps, for each place, the best path up to it. This suffices because
 never becomes smaller if a part of it becomes larger: no path through the place is better than one
 that begins with the best path up to it. S stages between n cuts take S n ** 2 steps.
 
-`least_max` and `sums_through` need a first matrix of one row, and a last matrix of one column.
+`least_max` needs a first matrix of one row, and a last matrix of one column.
 
 `least_sufficient` finds the least number that suffices, such as the least cap on stages under which
 there is a path.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from jaxtyping import Float
@@ -84,24 +84,6 @@ def least_max(matrices: Iterable[Matrix]) -> float:
     for matrix in matrices:
         best = np.maximum(best[:, None], matrix).min(0)
     return float(best[0])
-
-
-def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
-    """Returns the least sum of a path through each place, as one array for each bound.
-
-    The bounds are those between stages, the one before the first stage, and the one after the last.
-    """
-    # For each bound, the least sums of the paths up to each place (`ahead`), and of the paths from
-    # each place on (`behind`).
-    ahead = [np.zeros(1)]
-    behind = [np.zeros(1)]
-    for matrix in matrices:
-        longer = ahead[-1][:, None] + matrix
-        ahead.append(longer.min(0))
-    for matrix in reversed(matrices):
-        longer = matrix + behind[-1]
-        behind.append(longer.min(1))
-    return [a + b for a, b in zip(ahead, reversed(behind), strict=True)]
 
 
 def least_sufficient(

@@ -23,13 +23,3 @@ def test_a_settled_cell_takes_what_its_best_choices_take_and_no_bound_is_above(s
             settle(table, cell)
             assert table.seconds(cell) == pytest.approx(least_s)
             assert np.isfinite(table.seconds(cell)) == bool(fits)
-
-
-def test_a_narrowed_table_forgets_no_cell_that_is_left() -> None:
-    table = Table(pricing_of(tiny(2)), [np.array([0]), np.arange(1, 4), np.array([4])], EFFORT)
-    settle(table, (0, 0, 2))
-    before = table.seconds((0, 0, 2))
-    table.narrow([np.array([0]), np.array([1]), np.array([0])])
-    assert [cuts.tolist() for cuts in table.cuts] == [[0], [2], [4]]
-    assert table.seconds((0, 0, 2)) == before
-    assert table.open_cells((0, 2, 4)) in ([], [(1, 2, 4)])
