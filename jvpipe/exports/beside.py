@@ -14,7 +14,7 @@ from jvpipe.planners.model.stage_cost import device_bytes, evaluate_decision
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists, read_lines
-from jvpipe.util.sizes import GIB
+from jvpipe.util.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ def beside(name: str, theirs: Judged, ours: Judged) -> str:
     gain = Judged(saved_s, saved_bytes)
     share = saved_s / theirs.step_s if theirs.step_s else 0.0
     parts = (
-        f"{name}: {_ms(theirs)}, {_gib(theirs)}",
-        f"jvpipe: {_ms(ours)}, {_gib(ours)}",
-        f"gain {_ms(gain)} ({share:.1%}), {_gib(gain)}",
+        f"{name}: {_ms(theirs)}, {_size(theirs)}",
+        f"jvpipe: {_ms(ours)}, {_size(ours)}",
+        f"gain {_ms(gain)} ({share:.1%}), {_size(gain)}",
     )
     return "; ".join(parts)
 
@@ -127,6 +127,7 @@ def _ms(cost: Judged) -> str:
     return f"{1e3 * cost.step_s:.2f} ms"
 
 
-def _gib(cost: Judged) -> str:
-    """Writes the bytes of the fullest device."""
-    return f"{cost.peak_bytes / GIB:.2f} GiB"
+def _size(cost: Judged) -> str:
+    """Writes the bytes of the fullest device, or how many more or fewer they are."""
+    sign = "-" if cost.peak_bytes < 0 else ""
+    return sign + format_bytes(abs(cost.peak_bytes))

@@ -106,7 +106,10 @@ def _reason(
             f"{'device' if several else 'stage'}'s {1e3 * slowest_s:.2f} ms"
         )
     if longer_s > max(now_s[place], now_s[problem.places[s]]):
-        return head + f"the slower of {who} and {other} would take {moved_ms:.2f} ms"
+        now_ms = 1e3 * max(now_s[place], now_s[problem.places[s]])
+        return head + (
+            f"the slower of {who} and {other} would take {moved_ms:.2f} ms, now {now_ms:.2f} ms"
+        )
     # Only a simulation would show whether the step would be longer.
     return f"{head}the planner chose so: {who} could hold it, and would take {moved_ms:.2f} ms"
 

@@ -52,7 +52,7 @@ def order_reasons(
         f"devices are idle for {idle:.0%} of it ({usual_idle:.0%}), "
         f"transfers take {1e3 * _transfer_s(ours):.2f} ms per micro-batch "
         f"({1e3 * _transfer_s(usual):.2f}), "
-        f"the fullest device holds {size} ({usual_size})"
+        f"by the planners' count, the fullest device holds {size} ({usual_size})"
     )
     if not cross_layer:
         return [line]

@@ -24,7 +24,8 @@ def shape_words(problem: Problem) -> str:
         case "straight":
             return f"straight, {problem.stages} stages of one device"
         case "data parallel":
-            return f"data parallel, {counts} devices for all layers"
+            some = "1 device" if counts == "1" else f"{counts} devices"
+            return f"data parallel, {some} for all layers"
         case kind:
             return f"{kind}, {counts} devices"
 

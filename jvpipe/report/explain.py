@@ -41,7 +41,7 @@ def explain(
         place = f"stage {s} on {_names(devices, stage)}"
         load = _load(graph, stage, layer_s)
         # Replicas of a stage usually have equal peaks, which are written once.
-        stage_peaks = "; ".join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))
+        stage_peaks = "\n  ".join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))
         lines.append(f"\n{place}: layers {_range(stage)}, {load}; {stage_peaks}")
         for layer in stage.layers:
             fates = _fates(graph, layer, stage)

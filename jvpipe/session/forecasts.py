@@ -150,6 +150,7 @@ def _planned(
         count = pins["stages"] or USUAL_STAGES
         microbatches = pins["microbatches"] or USUAL_MICROBATCHES
         question = model(stages=count, microbatches=microbatches, **options)
+        question.schedule.warn_of_idle(count, microbatches)
     else:
         question = model(stages=1, microbatches=1, **options)
         check_shape_planner(names, question.schedule)

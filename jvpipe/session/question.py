@@ -64,7 +64,6 @@ class Question(Training):
 
     def __post_init__(self) -> None:
         self.schedule.check(self.stages, self.microbatches)
-        self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which is called once per key."""

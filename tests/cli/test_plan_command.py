@@ -72,6 +72,7 @@ def test_few_microbatches_of_a_graph_file_are_warned_of(
         main(["--graph", graph, "--stages", "3", "--microbatches", "2", "--planner", "even"]) == 0
     )
     assert "2 micro-batches leave 3 devices idle for about 50% of a step under 1f1b" in caplog.text
+    assert caplog.text.count("devices idle") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ codes = Path("codes").read_text().split()
 Path("codes").write_text(" ".join(codes[1:]))
 with Path("calls").open("a") as file:
     print(*sys.argv[1:], file=file)
-sys.exit(int(codes[0]))
+if not codes[0].endswith("!"):  # a process that never met the others makes no folder
+    Path("run/checkpoints").mkdir(parents=True, exist_ok=True)
+sys.exit(int(codes[0].rstrip("!")))
 """
 
 
@@ -44,6 +46,7 @@ def looped(folder: Path, codes: str, tries: int = 5) -> tuple[int, list[str]]:
     ("codes", "tries", "code", "calls"),
     [
         ("75 75 0", 5, 0, ["--run-dir run", "--run-dir run --resume", "--run-dir run --resume"]),
+        ("75! 75 0", 5, 0, ["--run-dir run", "--run-dir run", "--run-dir run --resume"]),
         ("2", 5, 2, ["--run-dir run"]),
         ("75 130", 5, 130, ["--run-dir run", "--run-dir run --resume"]),
         ("75 75 75", 2, 75, ["--run-dir run", "--run-dir run --resume"]),
