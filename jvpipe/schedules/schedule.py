@@ -9,6 +9,7 @@ A schedule with another order is allowed, but its sums are rounded differently.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
@@ -159,6 +160,19 @@ class Schedule:
     def period(self, microbatches: int) -> int:
         """Returns the number of micro-batches per update, given the number per step."""
         return self.update_every or microbatches
+
+    def tau(self, stages: int, stage: int) -> int:
+        """Returns the most updates between a forward of a stage and the update from its gradient.
+
+        Args:
+            stages: the number of stages, with tasks in the order of 1F1B.
+            stage: the number of the stage.
+
+        >>> from jvpipe.schedules import PipeMare
+        >>> [PipeMare(update_every=2).tau(4, stage) for stage in range(4)]
+        [2, 1, 1, 0]
+        """
+        return math.ceil((stages - 1 - stage) / max(1, self.update_every))
 
     def updates(self, microbatches: int) -> float:
         """Returns the average number of updates per step, given the micro-batches per step.

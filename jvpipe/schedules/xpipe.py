@@ -2,7 +2,8 @@
 
 The order of tasks is that of PipeDream. w[n] are the weights after n updates. F<m> reads the
 prediction w[c] + d u. Here c is the newest version, d is the number of updates until B<m>, and u is
-what the last update added to the weights, whatever the optimizer (zero before the first update).
+what the last update added to the weights, whatever the optimizer (zero before the first update of
+a stream, which ends when the pipeline is drained).
 B<m> reads w[c + d]. In the paper, u is Adam's step, and the prediction that is made for the first
 micro-batch of a batch is used for the whole batch.
 

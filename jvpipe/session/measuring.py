@@ -34,6 +34,7 @@ from jvpipe.session.planning import ChosenShape, HeldBytes, decide_shape
 from jvpipe.session.settings import Settings
 from jvpipe.trace.coupled import CoupledError
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.jaxprs import every
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.util.devices import Device, first_of, is_own
 
@@ -135,10 +136,18 @@ class Measurement:
 
         A slice is the part of a micro-batch that one replica processes. The optimizer's state
         counts on the device or the host, as the user puts it.
+
+        Raises:
+            ValueError: layers have to be measured, and the loss calls `jax.shard_map`.
         """
         settings, store, optimizer = self.settings, self.bench.store, self.optimizer
         schedule, microbatches = settings.schedule, settings.microbatches
         if self.asks_seconds:
+            if any(eqn.primitive.name == "shard_map" for eqn in every(traced.loss.eqns)):
+                raise ValueError(
+                    "the loss calls jax.shard_map, and layers are measured on one device each: "
+                    "give planner='even', or a plan as stages="
+                )
             costs = measured_costs(
                 traced,
                 self.first,

@@ -142,6 +142,7 @@ class Session(Engine):
         self.adapter = Adapter(plans, self.migrations.queue, limits, settings.hosts)
         self.grouping = Grouping()
         self.model_history: list[ModelChange] = []
+        self._anneals_again = False  # whether `_warn_of_annealing` has warned
 
     @property
     def history(self) -> list[PlanChange]:
@@ -255,6 +256,8 @@ class Session(Engine):
             bound = migration.bound if migration else compiled.step
             return _StepRun(compiled, bound, uses, 1, 0, migration)
         before = migration.steps if migration else state.stream_steps
+        if not before and state.updates > schedule.warmup_updates:
+            self._warn_of_annealing()
         compiled = migration.new if migration else compiled
         step, bound = compiled.stream_step(before)
         updates = microbatches // schedule.period(microbatches)
@@ -286,6 +289,19 @@ class Session(Engine):
         # The first change after `moment` replaced the plan that was in use at `moment`.
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
+
+    def _warn_of_annealing(self) -> None:
+        """Warns once if PipeMare slows its first updates again, because another stream begins."""
+        schedule = self.settings.schedule
+        if schedule.anneal_updates and not self._anneals_again:
+            self._anneals_again = True
+            _log.warning(
+                "%s begins again, because the pipeline was drained: the next %d updates of early "
+                "stages are slowed again. Use one pipe.run, with batches of one shape, or "
+                "anneal_updates=0",
+                schedule.name,
+                schedule.anneal_updates,
+            )
 
     def drain(self, state: State) -> State:
         """Finishes the micro-batches in flight, which ends the stream."""

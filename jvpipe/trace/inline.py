@@ -286,13 +286,8 @@ class _Line:
         # Several calls may have the same body, so each copy of it needs new variables.
         outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]
         source = _jax.joined_source(call, eqn)
-        self.eqns.append(
-            eqn.replace(
-                invars=atoms,
-                outvars=outvars,
-                source_info=source,
-            )
-        )
+        new = eqn.replace(invars=atoms, outvars=outvars, source_info=source)
+        self.eqns.append(_on_any_devices(new))
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
@@ -327,6 +322,23 @@ class _Line:
         variable = self._variables[id(value)]
         self.constants[variable] = value
         return variable
+
+
+def _on_any_devices(eqn: JaxprEqn) -> JaxprEqn:
+    """Returns an equation in which each `jax.shard_map` names axes, but no devices.
+
+    The devices are those of the loss's mesh, and the layer's stage may have others.
+    """
+
+    def body(jaxpr: Jaxpr) -> Jaxpr:
+        return jaxpr.replace(eqns=list(map(_on_any_devices, jaxpr.eqns)))
+
+    if not _jax.inner_jaxprs(eqn):
+        return eqn
+    params = {name: jaxprs.with_bodies(body, value) for name, value in eqn.params.items()}
+    if eqn.primitive.name == "shard_map":
+        params["mesh"] = params["mesh"].abstract_mesh
+    return eqn.replace(params=params)
 
 
 def _literal(value: Any, aval: Any) -> Any:

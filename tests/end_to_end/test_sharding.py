@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jvpipe
 from jvpipe.util.devices import Device
@@ -19,6 +21,7 @@ from tests.sharded import (
     MICRO,
     ROWS,
     TENSOR_PARALLEL,
+    WIDTH,
     coupled_loss,
     loss_fn,
     meshes,
@@ -93,6 +96,35 @@ def test_meshes_compute_what_one_device_does(
     same(pipe.params(state), params)
     used = {device: size for device, size in pipe.ledger.live_bytes.items() if size}
     assert used == held(state)
+
+
+@pytest.mark.parametrize("planner", ["even", "jvpipe"])
+def test_a_shard_map_runs_over_the_mesh_of_its_stage(planner: str) -> None:
+    """Although it names the devices of one mesh, also inside a loop."""
+    places = meshes(2)[:2]
+    cut = PartitionSpec("model")
+
+    def mapped(params: Any, batch: Any, rng: Any) -> jax.Array:
+        product = jax.shard_map(
+            lambda x, w: jax.lax.psum(jnp.tanh(x @ w), "model"),
+            mesh=places[0],
+            in_specs=(PartitionSpec(None, "model"), cut),
+            out_specs=PartitionSpec(),
+        )
+        x, _ = jax.lax.scan(lambda x, _: (product(x, params[0]), None), batch, None, length=2)
+        return jnp.mean(product(x, params[1]) ** 2)
+
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(2)]
+    options: Any = {"devices": places, "sharding": {".*": cut}, "planner": planner}
+    pipe = jvpipe.Pipeline(mapped, optax.sgd(0.1), 2, MICRO, **options)
+    if planner != "even":
+        with pytest.raises(ValueError, match=r"jax.shard_map.*give planner='even'"):
+            pipe.init(params, ROWS, None)
+        return
+    state, _ = pipe.step(pipe.init(params, ROWS, None), ROWS)
+    gradients = jax.jit(jax.grad(lambda params: mapped(params, ROWS, None)))(params)
+    same(pipe.params(state), [w - 0.1 * g for w, g in zip(params, gradients, strict=True)])
 
 
 def test_a_place_holds_a_part_of_each_parameter_and_its_optimizer_state() -> None:

@@ -360,6 +360,33 @@ def test_pipemare_begins_synchronously_if_asked_to() -> None:
     assert versions.staleness(len(mare.session.graph.layers))[-1] == 0
 
 
+def added(params: Any, batch: Any, rng: Any) -> jax.Array:
+    """A loss whose gradients are all 1, so that SGD's updates show how they are scaled."""
+    return jnp.mean(sum(params, batch))
+
+
+def test_pipemare_slows_updates_by_tau_in_updates_and_again_after_a_drain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """T1 divides update t by tau ** (1 - t / K), where a drain sets t to 0."""
+
+    def total(tau: int, runs: list[int], K: int = 4) -> float:
+        return sum(tau ** -max(0.0, 1 - t / K) for count in runs for t in range(count))
+
+    batch, params = np.ones(MICRO, np.float32), [np.zeros((), np.float32)] * 3
+    # With an update per micro-batch, tau is 2 on stage 0. With one per four, it is ceil(2 / 4).
+    for every, tau, runs in ((1, 2, [8]), (1, 2, [4, 4]), (4, 1, [2])):
+        caplog.clear()
+        schedule = PipeMare(anneal_updates=4, update_every=every)
+        pipe = jvpipe.Pipeline(added, optax.sgd(1.0), 3, MICRO, schedule, planner="even")
+        state = pipe.init(params, batch, None)
+        for count in runs:
+            state = pipe.drain(ran(pipe, state, [batch] * (count * every // MICRO)))
+        first, _, last = (-float(w) for w in pipe.params(state))
+        assert (first, last) == (pytest.approx(total(tau, runs), rel=1e-6), sum(runs))
+        assert caplog.text.count("pipemare begins again") == len(runs) - 1
+
+
 def counting_loss(
     params: Any, state: Any, batch: Any, rng: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -11,7 +11,8 @@ weights before the task that reads them. SETTLE records the change that an updat
 The symbols are:
 
     w      the newest version of a parameter
-    tau    S - 1 - s on stage s of S: the updates between a forward and the update from its gradient
+    tau    on stage s of S, the most updates between a forward and the update from its gradient:
+           S - 1 - s, or a share of it, rounded up, if an update follows several micro-batches
     d      PipeMare: the running mean of the parameter's updates
     u      XPipe: the parameter's last update
     k      the updates between a forward and its backward
@@ -99,7 +100,7 @@ class StreamWeights(Weights):
             m: the micro-batch.
         """
         layout = self.timeline.layout(m)
-        return len(layout.plan.stages) - 1 - layout.stage[layer]
+        return self.schedule.tau(len(layout.plan.stages), layout.stage[layer])
 
     def ahead(self, layer: int, m: int) -> int:
         """Counts the updates between a layer's forward of a micro-batch and its backward.

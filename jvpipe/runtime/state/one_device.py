@@ -371,8 +371,7 @@ class Replay:
             before: by parameter, its version at the start of the update.
         """
         schedule = self._compiled.schedule
-        last = len(self._compiled.plan.stages) - 1
-        tau = last - self._stage[layer]  # the updates between a forward and its own update
+        tau = schedule.tau(len(self._compiled.plan.stages), self._stage[layer])
         remembers = schedule.predicts or schedule.decay is not None
         if not (before and tau and remembers):
             self._count.pop(layer, None)
