@@ -225,3 +225,24 @@ def test_mistakes_of_the_command_are_one_line(capsys: pytest.CaptureFixture[str]
         assert error.count("\n") == 1
     assert main(["--graph", "x.txt", "--devices", "4"]) == 2
     assert "--devices 4 is for --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fast", [0, 1])
+def test_over_a_slow_link_a_slow_device_stays_idle_wherever_it_is_listed(fast: int) -> None:
+    old = Accelerator("old", 2**30, 2e10, {"float32": 2e11}, launch_s=1e-6)
+    kinds = (GPU, old) if fast == 0 else (old, GPU)
+    slow_link = Cluster("lab", kinds[0], 2, unlike=kinds, peer=Link(5e8), host=Link(1e10))
+    wide = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    batch = jax.ShapeDtypeStruct((4096, 2048), jnp.float32)
+
+    def ask(**shape: Any) -> Any:
+        return jvpipe.plan_for(
+            loss_fn, [wide] * 4, batch, hardware=slow_link, microbatches=4, **shape
+        )
+
+    free = ask(devices=2)
+    assert [stage.devices for stage in free.plan.stages] == [(fast,)]
+    # With two stages, the planner also decides which device comes first.
+    one_each = ask(replicas=(1, 1))
+    assert one_each.step_s == pytest.approx(ask(stages=2).step_s)
+    assert free.step_s < one_each.step_s

@@ -229,6 +229,8 @@ class _ShapeSearch:
             counts = pins.replicas
             unit = gcd(*counts)
             orders = tuple(order[: sum(counts)] for order in orders)
+        else:  # slow devices may stay idle
+            orders += self.shapes.fastest
         whole = {r for r in counts if r % unit == 0}
         for order in orders:
             yield Ground(

@@ -160,6 +160,8 @@ class Shapes:
 
         DAPPLE's "fresh first", which begins each stage on an unused machine, needs no order of its
         own: it is "append first" with some devices left out (`starts` of `Shape.along`).
+
+        Devices that differ are also listed by their speed and by their memory, up and down.
         """
         devices = np.arange(self.devices)
         per_machine = self.cluster.devices_per_machine
@@ -174,7 +176,21 @@ class Shapes:
                 by_block = devices.reshape(machines // q, q, per_machine)
                 turned = by_block.transpose(0, 2, 1)
                 orders.append(tuple(turned.ravel().tolist()))
-        return tuple(orders)
+        if self.apart:
+            for of in (lambda d: self.apart[d].mean_slowness, lambda d: self.apart[d].less_bytes):
+                up = sorted(range(self.devices), key=of)
+                down = sorted(range(self.devices), key=of, reverse=True)
+                orders += [tuple(up), tuple(down)]
+        return tuple(dict.fromkeys(orders))
+
+    @cached_property
+    def fastest(self) -> tuple[tuple[int, ...], ...]:
+        """The devices that are at least as fast as a speed, for each speed but the slowest."""
+        slowness = [group.mean_slowness for group in self.apart]
+        return tuple(
+            tuple(d for d, slower in enumerate(slowness) if slower <= speed)
+            for speed in sorted(set(slowness))[:-1]
+        )
 
     def problem(self, shape: Shape) -> Problem:
         """Makes the problem of a shape, in which the devices of each place form a group."""
