@@ -1,8 +1,8 @@
 """Simulates a problem's stages to find seconds per step, cheaply enough for a planner's search.
 
-A graph says which tasks wait for which. It depends only on the schedule, the number of stages, the
-number of micro-batches, and which kinds of work take any time (`Features`). So the graph is made
-once and cached (`_stream`), and then run with the seconds of one plan after another.
+A graph says which tasks wait for which. It depends on the schedule, on the numbers of stages and
+micro-batches, and on `Features`, but not on seconds. So the graph is made once and cached
+(`_stream`), and then run with the seconds of one plan after another.
 
 A synchronous schedule is simulated for one step. An asynchronous schedule is simulated as a stream,
 of which some micro-batches are timed once it is steady (`stream_window`).
@@ -81,7 +81,7 @@ def least_steps_s(
     """
     stages, _, runs = parts_s.shape
     loads_s = parts_s.copy()
-    # Sending values takes a stage as long as returning their cotangents takes the stage after it.
+    # A stage sends values in as many seconds as the next stage returns their cotangents.
     sends = PARTS.index(Kind.SEND)
     returns = PARTS.index(Kind.RETURN)
     loads_s[:-1, sends] = parts_s[1:, returns]
@@ -116,7 +116,7 @@ def simulated_bubble_fraction(
     Args:
         problem: gives the schedule, the micro-batches and the devices of each place.
         stages: the costs of all stages.
-        devices: how many devices count, including those without a stage; None: those with a stage.
+        devices: the number of devices, with or without a stage; None: those with a stage.
     """
     step_s = simulated_step_s(problem, stages)
     lists = problem.schedule.tasks(problem.devices, problem.microbatches)
@@ -136,9 +136,8 @@ def simulated_bubble_fraction(
 def forecast(problem: Problem, decision: Decision) -> Timeline:
     """Simulates a decision's timeline with bytes: one synchronous step, or two steps of a stream.
 
-    The bytes that micro-batches hold count while they are in flight. All other bytes of a stage
-    count all the time: parameters, what layers need while they run, and the early values and
-    waiting cotangents of `stage_bytes.py`.
+    The bytes that micro-batches hold count while they are in flight. All other bytes of a stage,
+    such as parameters, count all the time (see `stage_bytes.py`).
 
     Args:
         problem: the problem that the decision answers.
@@ -215,7 +214,7 @@ def _lists(
 
 
 def trips_counted(stages: int, microbatches: int) -> float:
-    """Returns the least share of the timed micro-batches that lies in whole cycles.
+    """Returns the share of timed micro-batches in whole cycles, for the worst length of a cycle.
 
     Stages wait for each other in cycles (see `stream_window`). A cycle has 1 to `stages`
     micro-batches. If the timing ends within a cycle, the micro-batches of that cycle do not count
@@ -230,9 +229,9 @@ def trips_counted(stages: int, microbatches: int) -> float:
 def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
     """Returns how many micro-batches of a stream pass before it is timed, and how many are timed.
 
-    In a steady stream the waits of stages for each other repeat in cycles. A cycle takes at most as
+    In a steady stream, stages wait for each other in repeating cycles. A cycle takes at most as
     many micro-batches as there are stages. The number of timed micro-batches is a multiple of the
-    number of stages, so that cycles of this length are timed to their end.
+    number of stages, so that the longest cycles end in time.
 
     Args:
         stages: the number of stages.
