@@ -61,7 +61,8 @@ class Ink:
             # The statements of functions inside it are counted with those functions.
             own = (node for node in _statements(function) if id(node) not in docstrings)
             parts = (part for statement in (function, *own) for part in _inside(statement))
-            on_line.update(part.lineno for part in parts if hasattr(part, "lineno"))
+            lines = (getattr(part, "lineno", 0) for part in parts)
+            on_line.update(filter(None, lines))
         self.body_lines += on_line.values()
         self.columns += [len(row) for row in rows if row.strip()]
         with tokenize.open(path) as file:

@@ -51,7 +51,7 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
-    # A group touches fewer buffers than its parts, so the last row of each buffer is searched anew.
+    # A group touches fewer buffers than its parts, so each buffer's last row is looked up again.
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
 

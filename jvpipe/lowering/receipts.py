@@ -275,7 +275,7 @@ class _Receipts:
         self.wait(copies, returned, until)
 
     def lowered_with_them(self) -> Lowered:
-        """Returns the step with the added rows, and finds anew which row frees each buffer."""
+        """Returns the step with the added rows, and with the rows that now free its buffers."""
         if not self._before:
             return self.lowered
         lowered = self.lowered

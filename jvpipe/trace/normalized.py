@@ -7,7 +7,7 @@
     c * s**-1             m is closed, because the scale s^-1 was made from m
 
 On a slice of the examples, a batch norm is still a batch norm, so a replica may normalize its own
-examples. A loss that only centers, or that uses the statistic in any other way, is no batch norm
+examples. A loss that only centers, or that uses the statistic in any other way, is not a batch norm
 and is refused. So only linear functions, sums, products and squares may read a value in which
 a statistic is open, and the statistic must be closed before the loss.
 """

@@ -11,7 +11,7 @@ two stages, whose ends are drawn as bars:
     its sum to come  15 10  9    7  4    0      the last entry is for no layers at all
 
 While a layer runs a micro-batch, later layers of its stage hold nothing of it, but the layers of
-later stages hold as much as ever. So some sums count one number for each layer of the
+later stages hold all that they keep of it. So some sums count one number for each layer of the
 stage in which the sum begins, and another number for each layer of later stages (`until_end`).
 """
 
