@@ -199,6 +199,8 @@ class Forecast:
     def show(self, console: Any) -> None:
         """Prints to a `rich.console.Console`: one answer in full, or several as rows of a table."""
         with extra("cli"):
+            from rich.text import Text
+
             from jvpipe.report.tables import comparison, stage_table
         problem, best = self.problem, self.best
         if len(self.answers) > 1:
@@ -209,7 +211,7 @@ class Forecast:
             console.print(stage_table(stages, names))
             compiled = [f"stage {s}: {stage}" for s, stage in enumerate(best.compiled)]
             for line in (self._summary(), *compiled, *self.reasons):
-                console.print(line, highlight=False)
+                console.print(Text(line))
 
     def __str__(self) -> str:
         with extra("cli"):
