@@ -292,6 +292,7 @@ class Forecast:
         assert evaluation is not None
         shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
         size = f" of {shapes.batch // problem.microbatches}" if shapes else ""
+        several = "es" if problem.microbatches > 1 else ""
         # A step waits for the slowest all-reduce.
         reduce_s = max(cost.reduce_s for cost in evaluation.stages)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
@@ -305,7 +306,7 @@ class Forecast:
         idle = f"{self._idle(evaluation):.1%} idle"
         return (
             f"planner {best.planner}, schedule {problem.schedule.name}, "
-            f"{shape}{problem.microbatches} micro-batches{size}: "
+            f"{shape}{problem.microbatches} micro-batch{several}{size}: "
             f"step {1e3 * self._step_s(evaluation):.2f} ms simulated ({bound}), "
             f"{slowest}, {reduced}{updated}{idle}, planned in {best.planning_s:.2f} s{split}"
         )

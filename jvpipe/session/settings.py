@@ -145,7 +145,8 @@ class Settings(Training):
 
     def __str__(self) -> str:
         loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
-        how = f"{self.microbatches} micro-batches, {self.schedule.name}, planner {self.planner}"
+        several = "es" if self.microbatches > 1 else ""
+        how = f"{self.microbatches} micro-batch{several}, {self.schedule.name}, planner {self.planner}"
         return f"{loss}, {how}, {len(self.devices)} devices"
 
 
