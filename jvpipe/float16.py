@@ -58,7 +58,7 @@ def scaled(
     if not scale > 0 or float(mantissa) != 0.5:
         raise ValueError(f"scale must be a power of two, not {scale:g}")
     growth_updates = whole_number("growth_updates", growth_updates)
-    return ScaledLoss(loss_fn, _unscaling(optimizer, growth_updates), float(scale))
+    return ScaledLoss(loss_fn, loss_scale_of_float16(optimizer, growth_updates), float(scale))
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,13 @@ class ScaledState(NamedTuple):
     inner: Any
 
 
-def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTransformation:
-    """Returns an optimizer of `{"params": ..., "scale": ...}` that takes scaled gradients."""
+def loss_scale_of_float16(
+    optimizer: Optimizer, growth_updates: int
+) -> optax.GradientTransformation:
+    """Returns an optimizer of `{"params": ..., "scale": ...}` that takes scaled gradients.
+
+    Messages name it by the name of this function.
+    """
 
     def init(params: Tree) -> ScaledState:
         return ScaledState(jnp.zeros((), jnp.int32), optimizer.init(params["params"]))

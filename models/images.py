@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from jvpipe.util.brief import first_line
 from jvpipe.util.extras import extra
 
 DIGITS = 10
@@ -86,14 +87,15 @@ def read_images(path: Path, side: int, classes: int) -> Images:
     Images of type uint8 are scaled to the range -1 to 1. Images of other types are not scaled.
 
     Raises:
-        ValueError: the file cannot be read, or its arrays have wrong shapes or labels.
+        ValueError: the file cannot be read, or its arrays have wrong shapes, types or values.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            images, labels = file["images"], file["labels"].astype(np.int32)
-    except (OSError, KeyError, ValueError) as problem:
+        with path.open("rb") as opened, np.lib.npyio.NpzFile(opened) as file:  # no pickles
+            images, labels = file["images"], file["labels"]
+    except Exception as problem:  # damaged files raise exceptions of several packages
         raise ValueError(
-            f"'{path}' is not an .npz file of `images` and `labels`: {problem}"
+            f"'{path}' is not an .npz file of `images` and `labels` ({first_line(problem)}): "
+            "write it with numpy.savez"
         ) from problem
     is_square = images.shape[1:] == (side, side, 3)
     if not is_square or labels.shape != images.shape[:1] or len(labels) < 2:
@@ -101,12 +103,25 @@ def read_images(path: Path, side: int, classes: int) -> Images:
         raise ValueError(
             f"'{path}': images {images.shape} and labels {labels.shape} should be {shapes}"
         )
+    kinds = ("images", images, "biuf", "real numbers"), ("labels", labels, "biu", "integers")
+    for name, array, allowed, what in kinds:
+        if array.dtype.kind not in allowed:
+            raise ValueError(
+                f"'{path}': {name} such as {array.flat[0]} must be {what}, not {array.dtype}"
+            )
+    greatest_pixel = float(np.abs(images).max())
+    if not greatest_pixel <= float(np.finfo(np.float32).max):  # also if it is not a number
+        raise ValueError(
+            f"'{path}': the largest magnitude in images is {greatest_pixel}: "
+            "it must be finite in float32"
+        )
     least, greatest = labels.min(), labels.max()
     if least < 0 or greatest >= classes:
         raise ValueError(
             f"'{path}': labels {least} to {greatest} are not among {classes} classes: "
             "number classes from 0, or give --set classes=N"
         )
+    labels = labels.astype(np.int32)
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
         pixels = images[i].astype(np.float32)

@@ -53,7 +53,7 @@ def holds_conversations(file: Path) -> bool:
             first = next(lines, "")
             try:
                 fields = json.loads(first)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return False
         case ".parquet":
             with extra("parquet"):
@@ -93,9 +93,11 @@ def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as problem:
+            json.dumps(record, ensure_ascii=False).encode()  # fails for half a surrogate pair
+        except (ValueError, RecursionError) as problem:
             raise ValueError(
-                f"line {number} of '{file}' is not JSON ({problem}): each line must be an object"
+                f"line {number} of '{file}' is not JSON in UTF-8 ({problem}): each line must be "
+                "an object"
             ) from None
         fields = record if isinstance(record, dict) else {}
         if not isinstance(fields.get(field), kind):

@@ -111,3 +111,10 @@ def test_what_a_loss_returns_beside_stays() -> None:
     assert (float(weight), aux) == (8.0, {"a": 1.0})
     assert float(total) == pytest.approx(8 * float(loss_fn(PARAMS, BATCH, None)))
     assert made.init(lambda key: PARAMS)(KEY)["params"] is PARAMS
+
+
+def test_the_scale_of_float16_is_refused_by_its_name_where_layers_update_apart() -> None:
+    made = jvpipe.float16.scaled(loss_fn, optax.sgd(1.0))
+    pipe = jvpipe.Pipeline(made, made.optimizer, 2, 4, planner="even", schedule="pipedream")
+    with pytest.raises(ValueError, match=r"^the loss scale of float16 needs .*, or bfloat16"):
+        pipe.init(made.init(PARAMS), BATCH, KEY)

@@ -135,6 +135,10 @@ def run_module(module: str) -> int:
         with extra("cli"):
             main = import_module(f"jvpipe.cli.{module}").main
         code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` needs no more; rich ends like this, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.UNEXPECTED
     except MissingExtraError as missing:
         print(f"error: {missing}", file=sys.stderr)
         return ExitCode.MISTAKE

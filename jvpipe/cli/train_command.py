@@ -123,10 +123,15 @@ class Recording:
         session = self._job.pipe.session
         settings, monitor = session.settings, session.controller.monitor
         assert monitor is not None
-        title = f"{self._job.workload.title}, {settings.schedule.name}, measured"
+        title = f"{_model_name(self._job)}, {settings.schedule.name}, measured"
         with writing("--figure", path):
             limits = dict(zip(monitor.memories, settings.limits, strict=False))
             timeline_figure(picture, path, limits, title)
+
+
+def _model_name(job: Job) -> str:
+    """Names the model, with its size unless the folder of --init-from sets its dimensions."""
+    return job.workload.name if job.options.init_from else job.workload.title
 
 
 def train(
@@ -150,7 +155,7 @@ def train(
     text = f"steps {first + 1} to {job.steps}"
     if finished or over:
         text = f"all {first} steps are done" if finished else f"stopped early after step {first}"
-    print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
+    print(f"{_model_name(job)}: {text}, run in {job.run.path}", flush=True)
     tidy(job, seen)
     signum: int | None = None
     # A run that stopped early makes no steps when it is resumed.

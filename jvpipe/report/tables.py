@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jvpipe.report.console import in_runs
 from jvpipe.util.sizes import format_bytes
@@ -43,7 +44,7 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
             place += f", {names[s]}"
         spans = [stage[f"{name}_s"] for name in seconds.values()]
         table.add_row(
-            place,
+            Text(place),  # a name is printed as it is
             f"{layers[0]} to {layers[-1]} ({len(layers)})",
             *(f"{1e3 * span_s:.2f}" for span_s in spans),
             str(stage["in_flight"]),

@@ -199,6 +199,8 @@ class Forecast:
     def show(self, console: Any) -> None:
         """Prints to a `rich.console.Console`: one answer in full, or several as rows of a table."""
         with extra("cli"):
+            from rich.text import Text
+
             from jvpipe.report.tables import comparison, stage_table
         problem, best = self.problem, self.best
         if len(self.answers) > 1:
@@ -209,7 +211,7 @@ class Forecast:
             console.print(stage_table(stages, names))
             compiled = [f"stage {s}: {stage}" for s, stage in enumerate(best.compiled)]
             for line in (self._summary(), *compiled, *self.reasons):
-                console.print(line, highlight=False)
+                console.print(Text(line))
 
     def __str__(self) -> str:
         with extra("cli"):
@@ -290,6 +292,7 @@ class Forecast:
         assert evaluation is not None
         shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
         size = f" of {shapes.batch // problem.microbatches}" if shapes else ""
+        several = "es" if problem.microbatches > 1 else ""
         # A step waits for the slowest all-reduce.
         reduce_s = max(cost.reduce_s for cost in evaluation.stages)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
@@ -303,7 +306,7 @@ class Forecast:
         idle = f"{self._idle(evaluation):.1%} idle"
         return (
             f"planner {best.planner}, schedule {problem.schedule.name}, "
-            f"{shape}{problem.microbatches} micro-batches{size}: "
+            f"{shape}{problem.microbatches} micro-batch{several}{size}: "
             f"step {1e3 * self._step_s(evaluation):.2f} ms simulated ({bound}), "
             f"{slowest}, {reduced}{updated}{idle}, planned in {best.planning_s:.2f} s{split}"
         )

@@ -145,7 +145,8 @@ class Settings(Training):
 
     def __str__(self) -> str:
         loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
-        how = f"{self.microbatches} micro-batches, {self.schedule.name}, planner {self.planner}"
+        several = "es" if self.microbatches > 1 else ""
+        how = f"{self.microbatches} micro-batch{several}, {self.schedule.name}, planner {self.planner}"
         return f"{loss}, {how}, {len(self.devices)} devices"
 
 
@@ -238,12 +239,16 @@ class OptimizerCutter:
         cut = self.pieces(graph, schedule)
         if not schedule.synchronous and (cut.cross_layer or self.settings.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"
+            instead = (
+                "what looks at one parameter at a time, such as optax.adaptive_grad_clip or "
+                f"optax.clip{'. ' + PER_LAYER if self._seen else ''}"
+            )
+            if "loss_scale_of_float16" in cut.cross_layer:
+                name, instead = "the loss scale of float16", "bfloat16, which needs none"
             raise ValueError(
                 f"{name} needs a value of all layers at once, which {schedule.name} does "
                 "not have: its layers are updated at different times. Use a synchronous "
-                "schedule (1f1b), or what looks at one parameter at a time, such as "
-                "optax.adaptive_grad_clip or "
-                f"optax.clip{'. ' + PER_LAYER if self._seen else ''}"
+                f"schedule (1f1b), or {instead}"
             )
         return cut
 

@@ -97,7 +97,7 @@ class Timeline:
             return 0.0
         devices = self.resources[: self.devices]
         busy_s = sum(self.busy_s[name] for name in devices)
-        return 1.0 - busy_s / (self.devices * self.step_s)
+        return max(0.0, 1.0 - busy_s / (self.devices * self.step_s))  # sums are rounded
 
     def spans(self) -> Iterator[Span]:
         """Yields each task that took time, once for each resource that it occupied."""

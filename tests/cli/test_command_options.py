@@ -23,7 +23,7 @@ from jvpipe.cli.train_command import main
 from jvpipe.session.arguments import whole_number
 from jvpipe.session.options import PipelineOptions
 from jvpipe.util.option import PIPELINE, PLAN_FOR, Taker, option, options_of
-from tests.docs.options_page import PAGE, page
+from tests.docs.options_page import PAGE, page, takers
 
 HOUSE = Path(jvpipe.__file__).parent
 HOLDERS = ("options", "self", "settings", "question", "told", "pins", "schedule")
@@ -118,6 +118,16 @@ def test_a_field_that_is_no_option_is_told() -> None:
 
 def test_the_page_is_that_of_the_definitions() -> None:
     assert PAGE.read_text() == page(), "python -m tests.docs.options_page writes it anew"
+
+
+def test_the_page_names_the_calls_that_take_an_option() -> None:
+    for call in (jvpipe.Pipeline, jvpipe.plan_for):
+        taken = {*inspect.signature(call).parameters}
+        if call is jvpipe.Pipeline:
+            taken.remove("devices")  # its devices are no number
+        options = options_of(PipelineOptions)
+        told = {name for name, each in options.items() if call.__name__ in takers(each)}
+        assert told == taken & options.keys()
 
 
 @pytest.mark.parametrize(

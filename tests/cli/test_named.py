@@ -1,6 +1,8 @@
 """`--help` tells every name that there is, `--version` the version, `python -m jvpipe` both."""
 
+import os
 import subprocess
+import sys
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -83,6 +85,16 @@ def test_bash_completes_commands_options_and_names(
     shell = ["bash", "-c", COMPLETED.format(script=script)]
     told = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=20).stdout
     assert told.splitlines() == ["train", "--schedule", "zb-h1 zb-v", "a100-80gb"]
+
+
+@pytest.mark.parametrize("words", [["completion", "bash"], ["--help"]])
+def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "jvpipe", *words]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,18 @@ def test_a_disk_that_is_full_is_told_with_the_cure(
     assert capsys.readouterr().err == f"error: [Errno 28] {told}\n"
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, seen: Evaluations, step: int, **job: Any) -> None:
+def trained(
+    monkeypatch: pytest.MonkeyPatch,
+    seen: Evaluations,
+    step: int,
+    init_from: str | None = None,
+    **job: Any,
+) -> None:
     """Goes on with a run of 100 steps from a step and its evaluations."""
     monkeypatch.setattr(train_command, "evaluations_before", lambda _: seen)
     monkeypatch.setattr(train_command, "tidy", lambda *_: None)
-    options, run = SimpleNamespace(early_stop=2, adapt=False), SimpleNamespace(path="run")
-    workload = SimpleNamespace(title="a model")
+    options = SimpleNamespace(early_stop=2, adapt=False, init_from=init_from)
+    run, workload = SimpleNamespace(path="run"), SimpleNamespace(name="llama", title="llama 1b")
     made = MagicMock(Job, options=options, run=run, workload=workload, steps=100, **job)
     parts = MagicMock(StopRequest), MagicMock(Watch), MagicMock(Speech)
     train_command.train(made, SimpleNamespace(step=step), *parts)
@@ -50,8 +56,15 @@ def test_a_run_that_had_stopped_early_announces_no_steps(
 ) -> None:
     trained(monkeypatch, Evaluations(1.5, best_step=10, since=2), step=30)
     first, last = capsys.readouterr().out.splitlines()
-    assert first == "a model: stopped early after step 30, run in run"
+    assert first == "llama 1b: stopped early after step 30, run in run"
     assert "stopped early, as 2 evaluations since were no better" in last
+
+
+def test_a_model_from_a_folder_is_named_without_a_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(monkeypatch, Evaluations(), step=100, init_from="base")
+    assert capsys.readouterr().out.startswith("llama: all 100 steps are done")
 
 
 def test_an_error_of_the_log_does_not_replace_the_error_before(

@@ -36,7 +36,9 @@ def takers(each: PipelineOption) -> list[str]:
     """Who takes an option, in the words of the page."""
     commands = [name for name, holder in HOLDERS.items() if each in options_of(holder).values()]
     whole = each in options_of(PipelineOptions).values()
-    calls = [name for name, call in CALLS.items() if whole and call in each.takers]
+    # `plan_for` takes several planners, so it checks them without the option's definition.
+    all_takers = each.takers | PLAN_FOR if each.name == "planner" else each.takers
+    calls = [name for name, call in CALLS.items() if whole and call in all_takers]
     return [*calls, *commands]
 
 

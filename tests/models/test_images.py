@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jvpipe.models.image_data import open_images
-from jvpipe.models.images import digit_images, drawn_images
+from jvpipe.models.images import digit_images, drawn_images, read_images
 
 
 def test_images_of_a_class_have_its_spectrum() -> None:
@@ -27,6 +27,13 @@ def test_a_file_of_images(tmp_path: Path) -> None:
     assert sorted(map(tuple, back.reshape(32, -1))) == sorted(
         map(tuple, (images / np.float32(127.5) - 1).reshape(32, -1))
     )
+
+
+def test_labels_of_small_types_and_bools_are_classes(tmp_path: Path) -> None:
+    path = tmp_path / "images.npz"
+    for dtype in (np.uint8, np.uint64, bool):
+        np.savez(path, images=np.zeros((4, 8, 8, 3)), labels=np.array([0, 1, 1, 0], dtype))
+        assert read_images(path, 8, 2).labels.tolist() == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,50 @@ def test_files_that_cannot_be_used(tmp_path: Path, arrays: dict | None, message:
         np.savez(path, **arrays)
     with pytest.raises(ValueError, match=message):
         open_images(path, 0, 2, side=8, classes=2)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"labels": np.array([0, 2**32 + 1])}, "labels 0 to 4294967297 are not among"),
+        ({"labels": np.array([0.7, 1])}, "labels such as 0.7 must be integers, not float64"),
+        ({"labels": np.array([1j, 0])}, "labels such as 1j must be integers, not complex"),
+        ({"labels": np.array(["1", "0"])}, "labels such as 1 must be integers, not <U1"),
+        ({"images": np.full((2, 8, 8, 3), "1")}, "images such as 1 must be real numbers, not <U1"),
+        ({"images": np.full((2, 8, 8, 3), 1j)}, "images such as 1j must be real numbers"),
+        (
+            {"images": np.full((2, 8, 8, 3), np.nan)},
+            "the largest magnitude in images is nan: it must be",
+        ),
+        (
+            {"images": np.full((2, 8, 8, 3), -1e39)},
+            "the largest magnitude in images is .*e.39: it must be",
+        ),
+    ],
+)
+def test_values_that_the_arrays_cannot_hold_are_refused(
+    tmp_path: Path, arrays: dict[str, np.ndarray], message: str
+) -> None:
+    path = tmp_path / "images.npz"
+    images, labels = (
+        arrays.get("images", np.zeros((2, 8, 8, 3))),
+        arrays.get("labels", np.arange(2)),
+    )
+    np.savez(path, images=images, labels=labels)
+    with pytest.raises(ValueError, match=f"images.npz': {message}"):
+        read_images(path, 8, 2)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "images.npz"
+    np.savez(path, images=np.ones((4, 8, 8, 3)), labels=np.arange(4) % 2)
+    whole = path.read_bytes()
+    flipped = whole[:500] + bytes([whole[500] ^ 255]) + whole[501:]
+    np.save(tmp_path / "images.npy", np.ones(3))
+    for content in (b"", whole[:-200], flipped, (tmp_path / "images.npy").read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"images.npz' is not an .npz file .*numpy.savez$"):
+            read_images(path, 8, 2)
 
 
 def test_digits_are_enlarged() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from jvpipe.models.corpus import open_corpus
-from jvpipe.models.text_files import texts_in
+from jvpipe.models.text_files import holds_conversations, texts_in
 from jvpipe.util.extras import MissingExtraError
 
 TEXTS = ["One is short.", "Two has\n\ntwo paragraphs, and an é.", "Three\u2028is on one line."]
@@ -45,6 +45,12 @@ def test_the_same_texts_from_every_kind_of_file(tmp_path: Path) -> None:
             "line 2 of .* has no text in a field 'text', .* body, id",
         ),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": ', "line 3 of .*a.jsonl' is not JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 10**5, "line 1 of .*a.jsonl' is not JSON .*recursion"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\\ud800"}',
+            "line 2 of .*a.jsonl' is not JSON in UTF",
+        ),
         ("a.jsonl", b'["text"]', "line 1 of .*a.jsonl' has no text in a field 'text'"),
         ("a.jsonl", b"caf\xe9", "is not UTF-8 text"),
         ("a.parquet", b"no table", "cannot read .*a.parquet'"),
@@ -56,6 +62,11 @@ def test_files_without_texts_are_refused(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=told):
         texts_in(tmp_path / name)
+
+
+def test_a_line_that_is_nested_too_deeply_is_no_conversation(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": ' + "[" * 10**5)
+    assert not holds_conversations(tmp_path / "a.jsonl")
 
 
 def test_tables_without_texts_are_refused(tmp_path: Path) -> None:

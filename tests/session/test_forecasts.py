@@ -5,6 +5,7 @@ holds.
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,16 @@ def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
     assert compared.step_s == pytest.approx(found.step_s)
     told = {each["planner"]: [x["devices"] for x in each["stages"]] for each in compared.to_json()}
     assert told["jvpipe"] == [list(x.devices) for x in found.plan.stages]
+
+
+def test_names_of_devices_are_printed_as_they_are() -> None:
+    unlike = replace(H100, name="[/x]"), replace(RTX_2080TI, name="[red] :smile:")
+    mixed = Cluster("mixed", H100, 2, unlike=unlike, peer=Link(1e12), host=Link(1e12))
+    text = str(jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, 2, hardware=mixed))
+    table, _, reasons = text.partition("planner jvpipe")
+    for device in unlike:
+        assert f"({device.name})" in table
+        assert f"({device.name})" in reasons
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,12 @@ def test_what_is_exported_has_the_micro_batches_that_were_asked_for() -> None:
         assert outline.microbatches == found.microbatches == 8
 
 
+def test_one_micro_batch_is_one() -> None:
+    assert "1 micro-batch of 64: " in str(planned(devices=2, microbatches=1))
+    pipe = jvpipe.Pipeline(loss_fn, optax.sgd(0.1), 2, 1)
+    assert "1 micro-batch, 1f1b" in str(pipe.session.settings)
+
+
 def test_pins_are_kept_and_fields_say_what_the_plan_is() -> None:
     found = planned(replicas="2:1", cuts=[4, 2], microbatches=8)
     told = found.to_json()

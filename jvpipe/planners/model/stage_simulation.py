@@ -130,7 +130,7 @@ def simulated_bubble_fraction(
     busy_s = sum(works_s)
     busy_s += sum(problem.updates * stage.replicas * stage.update_s for stage in stages)
     there = devices or sum(map(len, set(problem.where)))
-    return 1.0 - busy_s / (there * step_s)
+    return max(0.0, 1.0 - busy_s / (there * step_s))  # sums are rounded
 
 
 def forecast(problem: Problem, decision: Decision) -> Timeline:

@@ -144,6 +144,14 @@ def test_a_stream_has_no_bubble_where_stages_are_equal() -> None:
     assert simulated_bubble_fraction(problem, stages) == pytest.approx(0.0)
 
 
+def test_no_bubble_is_below_zero_by_rounding() -> None:
+    problem = Problem(Costs((layer(0.77, 1.54),) * 2), 2, find_schedule("pipedream"), 4)
+    decision = Decision.keeping_all([0, 1, 2])
+    stages = evaluate_decision(problem, decision).stages
+    assert 0.0 <= simulated_bubble_fraction(problem, stages) < 1e-9
+    assert forecast(problem, decision).bubble_fraction >= 0.0
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
 def test_the_forecast_reaches_the_peak_that_is_planned_with(name: str) -> None:
     layers = (layer(1.0, 2.0),) * 6
