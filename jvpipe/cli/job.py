@@ -8,7 +8,7 @@ another process, all processes raise an error.
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -41,6 +41,7 @@ from jvpipe.cli.run_model import (
 from jvpipe.models.architecture_search import ArchitectureSearch
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.state.checkpoints.checkpoint import open_checkpoint
 from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.state.checkpoints.sealed_file import write_sealed
@@ -66,6 +67,7 @@ class Job:
         workload: the model, with the optimizer that the options ask for.
         data: the batches, at the position where the run continues.
         pipe: the pipeline, which is planned and compiled.
+        updates_after: maps a step to the number of updates up to its end.
         learning_rates: the rate of each update of the whole run.
         hosts: the processes of the run.
         search: the architecture search of `--nas`; None without it.
@@ -78,6 +80,7 @@ class Job:
     workload: models.Workload
     data: models.Data
     pipe: jvpipe.Pipeline
+    updates_after: Callable[[int], int]
     learning_rates: np.ndarray
     hosts: Hosts
     search: ArchitectureSearch | None = None
@@ -139,8 +142,9 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     assert options.batch_size is not None
     assert options.microbatches is not None
     search = hosts.together("model", lambda: find_search(options, workload, hosts))
-    updates = options.steps * int(find_schedule(options.schedule).updates(options.microbatches))
-    workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
+    updates_after = hosts.together("run", lambda: _updates_after(options, run))
+    workload = hosts.together("optimizer", lambda: retrained(workload, options, updates_after))
+    updates = updates_after(options.steps)
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
     with phase("opening the data"):
@@ -159,6 +163,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
         workload,
         data,
         pipe,
+        updates_after,
         workload.learning_rates(updates),
         hosts,
         search,
@@ -248,6 +253,26 @@ def _start(
         return plan
 
     return options, run, workload, before.get("files", {}), hosts.together("run", last_plan)
+
+
+def _updates_after(options: TrainOptions, run: RunDir) -> Callable[[int], int]:
+    """Returns a function from a step to the number of updates up to its end.
+
+    A step up to the last checkpoint may have had more or fewer updates than one after it.
+    """
+    assert options.microbatches is not None
+    per_step = int(find_schedule(options.schedule).updates(options.microbatches))
+    first = made = 0
+    if options.resume and run.checkpoints():
+        with run.advising():
+            last = open_checkpoint(run.checkpoints()[-1])
+            last.check_state()
+        first, made = last.meta["step"], last.meta["updates"]
+
+    def updates_after(step: int) -> int:
+        return made + (step - first) * per_step if step >= first else made * step // first
+
+    return updates_after
 
 
 def _held_folder(

@@ -158,12 +158,11 @@ class StepNumbers:
         """
         job, ledger = self._job, self._job.pipe.ledger
         ideal = self._ideal_s()
-        # An asynchronous step has several updates. The logged rate is that of the last update.
-        updates = done.step * len(job.learning_rates) // job.steps
         return StepMetrics(
             step=done.step,
             loss=float(done.metrics["loss"]),
-            learning_rate=float(job.learning_rates[updates - 1]),
+            # An asynchronous step has several updates, of which the last one's rate is logged.
+            learning_rate=float(job.learning_rates[job.updates_after(done.step) - 1]),
             grad_norm=float(done.metrics.get("grad_norm", math.nan)),
             seconds=seconds,
             examples_per_s=job.batch_size / seconds,
