@@ -62,7 +62,6 @@ class Job:
     Attributes:
         options: the options of the run, including defaults.
         steps: the number of the last step.
-        batch_size: the number of examples in a step.
         run: the folder of the run.
         workload: the model, with the optimizer that the options ask for.
         data: the batches, at the position where the run continues.
@@ -75,7 +74,6 @@ class Job:
 
     options: TrainOptions
     steps: int
-    batch_size: int
     run: RunDir
     workload: models.Workload
     data: models.Data
@@ -87,16 +85,26 @@ class Job:
 
     def stream(
         self, state: Any, steps: int
-    ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
-        """Trains for some steps; yields the state, the metrics and block names after each step.
+    ) -> Iterator[tuple[Any, dict[str, jax.Array], Any, Sequence[str]]]:
+        """Trains for some steps; yields the state, the metrics, the batch and names of each step.
 
-        The block names are those of the trained architecture; empty without an architecture search.
+        The names are those of the blocks of the trained architecture; empty without an architecture
+        search.
         """
+        batch: Any = None
+
+        def take(taken: Any) -> Any:
+            nonlocal batch
+            batch = taken
+            return batch
+
+        batches = map(take, self.data.train)
         if self.search is None:
-            plain = self.pipe.run(state, self.data.train, steps)
-            return ((after, metrics, ()) for after, metrics in plain)
-        searched = self.search.run(self.pipe, state, self.data.train, steps)
-        return ((after, metrics, drawn.names()) for after, metrics, drawn in searched)
+            for after, metrics in self.pipe.run(state, batches, steps):
+                yield after, metrics, batch, ()
+            return
+        for after, metrics, drawn in self.search.run(self.pipe, state, batches, steps):
+            yield after, metrics, batch, drawn.names()
 
     def pauses(self, step: int) -> bool:
         """Tells whether the next step must wait for this one.
@@ -139,7 +147,6 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
     options, run, workload, files, plan = _start(options, hosts, stack)
     assert options.steps is not None
-    assert options.batch_size is not None
     assert options.microbatches is not None
     search = hosts.together("model", lambda: find_search(options, workload, hosts))
     updates_after = hosts.together("run", lambda: _updates_after(options, run))
@@ -158,7 +165,6 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     job = Job(
         options,
         options.steps,
-        options.batch_size,
         run,
         workload,
         data,
