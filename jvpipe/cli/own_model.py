@@ -30,7 +30,7 @@ from jvpipe.models.user_batches import UserBatches
 from jvpipe.session.arguments import check_loss, whole_number
 from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
-from jvpipe.util.brief import first_line
+from jvpipe.util.brief import brief, first_line
 from jvpipe.util.given import checked_flag
 from jvpipe.util.names import did_you_mean
 
@@ -146,8 +146,6 @@ def completed(
         return model
     _check_members(where, model)
     recipe = None if hasattr(model, "optimizer") else Recipe(USUAL_RATE)
-    usual_rates = recipe.learning_rates if recipe else _unknown_rates
-    rates = getattr(model, "learning_rates", usual_rates)
     with _naming(where):
         has_state = checked_flag("has_state", getattr(model, "has_state", False))
         _check(model, has_state=has_state)
@@ -160,7 +158,7 @@ def completed(
             abstract_batch=partial(shapes, where, model),
             open_data=partial(own_data, where, model),
             optimizer=recipe.optimizer if recipe else partial(_optimizer_of, model),
-            learning_rates=lambda steps: np.asarray(rates(steps)),
+            learning_rates=recipe.learning_rates if recipe else partial(_rates_of, where, model),
             batch_size=whole_number("batch_size", getattr(model, "batch_size", _BATCH_SIZE)),
             steps=whole_number("steps", getattr(model, "steps", _STEPS)),
             model_state=model.initial_state if has_state else None,
@@ -178,8 +176,21 @@ def _optimizer_of(model: Any, updates: int, local: bool = False) -> Any:
     return model.optimizer(updates)
 
 
-def _unknown_rates(updates: int) -> np.ndarray:
-    return np.full(updates, math.nan)
+def _rates_of(where: str, model: Any, updates: int) -> np.ndarray:
+    """Returns the learning rates of a user's model; NaN if the model does not tell them."""
+    if not hasattr(model, "learning_rates"):
+        return np.full(updates, math.nan)
+    found = model.learning_rates(updates)
+    try:
+        rates = np.asarray(found, float)
+    except (TypeError, ValueError):
+        rates = np.array(math.nan)
+    if rates.shape != (updates,) or not np.isfinite(rates).all():
+        raise ValueError(
+            f"--model {where}: learning_rates({updates}) must return {updates} finite numbers, the "
+            f"rate of each update, not {brief(found)} of shape {rates.shape}"
+        )
+    return rates
 
 
 def _check_members(where: str, model: Any) -> None:
@@ -250,6 +261,11 @@ def _check(model: Any, *, has_state: bool) -> None:
     """Raises ValueError if a function of a model is missing or takes other arguments."""
     if has_state and not hasattr(model, "initial_state"):
         raise ValueError("has_state needs initial_state(), a function that returns the first state")
+    if hasattr(model, "learning_rates") and not hasattr(model, "optimizer"):
+        raise ValueError(
+            "learning_rates(steps) only tells the rates of optimizer(steps), which is missing: add "
+            "it, or remove learning_rates"
+        )
     check_loss(model.loss_fn, has_state=has_state)
     taken = {"init": ("key",), "batches": ("seed", "batch_size")}
     taken |= {name: arguments for name, arguments in _MAY.items() if hasattr(model, name)}
