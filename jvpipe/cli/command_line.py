@@ -29,6 +29,7 @@ from jvpipe.schedules import SCHEDULES
 from jvpipe.session.options import PipelineOptions
 from jvpipe.util.brief import brief, first_line
 from jvpipe.util.extras import MissingExtraError
+from jvpipe.util.given import checked_path
 from jvpipe.util.names import did_you_mean
 from jvpipe.util.new_folder import check_new_folder
 from jvpipe.util.option import Group, PipelineOption, options_of
@@ -272,7 +273,7 @@ def _resumed(
     """
     if options.run_dir is None:
         raise ValueError("--resume needs --run-dir, the folder of the run to continue")
-    before = RunDir(Path(options.run_dir))
+    before = RunDir(checked_path("--run-dir", options.run_dir))
     config = before.read_config()
     if options.nas or config.get("nas"):
         raise ValueError(
@@ -333,7 +334,7 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if options.get("config") is None:
         return {}
-    path, lines = Path(options["config"]), {}
+    path, lines = checked_path("--config", options["config"]), {}
     where = f"--config {path}"
     try:
         content = path.read_text()
