@@ -31,7 +31,7 @@ from jvpipe.session.arguments import check_loss, whole_number
 from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
 from jvpipe.util.brief import brief, first_line
-from jvpipe.util.given import checked_flag
+from jvpipe.util.given import checked_flag, several
 from jvpipe.util.names import did_you_mean
 
 Tree = Any
@@ -59,8 +59,13 @@ def own_data(
             "leave --data out"
         )
     train, first = _begun(where, model, seed, batch_size)
-    held_out = tuple(model.held_out()) if hasattr(model, "held_out") else ()
-    return models.Data(train, first, held_out, digest_of(first))
+    held_out = model.held_out() if hasattr(model, "held_out") else ()
+    batches = several(held_out)
+    if batches is None:
+        raise ValueError(
+            f"--model {where}: held_out() must return a list of batches, not {brief(held_out)}"
+        )
+    return models.Data(train, first, batches, digest_of(first))
 
 
 def shapes(where: str, model: Any, batch_size: int) -> Tree:
@@ -221,7 +226,9 @@ def _sized(name: str, named: Any, size: str | None) -> Any:
     model = _made(named)
     if size is None:
         return model
-    sizes = dict(getattr(model, "sizes", {}))
+    sizes = getattr(model, "sizes", {})
+    if not isinstance(sizes, Mapping):
+        raise ValueError(f"sizes must be a dict from names to models, not {brief(sizes)}")
     if size in sizes:
         return _made(sizes[size])
     if not sizes:
@@ -329,6 +336,8 @@ def find_model(
     if not colon:
         unknown = did_you_mean("model", name, [*models.NAMES, *announced])
         raise ValueError(f"{unknown}; for your own model, give file.py:NAME or package.module:NAME")
+    if not where:
+        raise ValueError(f"--model {name}: name the file or the module, as in file.py{name}")
     if where.endswith(".py"):
         module = _loaded(name, lambda: _of_file(Path(where)))
     else:

@@ -313,7 +313,7 @@ def _differences(
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             for name, old_field, new_field in islice(_differences(old, new), 1):
                 yield f"{key}: {name}", old_field, new_field
-        elif old != new:
+        elif old != new and repr(old) != repr(new):  # NaN is not equal to itself
             yield key, old, new
 
 

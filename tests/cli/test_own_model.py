@@ -118,6 +118,8 @@ def test_sizes_and_fields_that_there_are_not() -> None:
         completed("own.py:full", "full", full, "dep")
     with pytest.raises(ValueError, match="it has no sizes, so leave out --size deep"):
         completed("own.py:Full", "Full", Full, "deep")
+    with pytest.raises(ValueError, match=r"sizes must be a dict from names to models, not \['deep"):
+        completed("own.py:mine", "mine", without("", sizes=["deep"]), "deep")
     with pytest.raises(ValueError, match=r"--model own\.py:Plain: unknown option of Plain 'dtype'"):
         completed("own.py:Plain", "Plain", Plain, None, {"dtype": "bfloat16"})
     with pytest.raises(

@@ -99,6 +99,14 @@ def test_the_same_configuration_may_go_on(tmp_path: Path) -> None:
     run.check(CONFIG)
 
 
+def test_a_field_that_is_nan_is_the_same_here_and_there(tmp_path: Path) -> None:
+    run, fields = RunDir(tmp_path), {"model_config": {"rate": float("nan")}}
+    run.write_config(fields)
+    run.check(fields)
+    with pytest.raises(ValueError, match=r"model_config: rate is nan there, 0\.1 here"):
+        run.check({"model_config": {"rate": 0.1}})
+
+
 def test_what_differs_is_named(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.write_config(CONFIG)
