@@ -270,8 +270,8 @@ def _check(model: Any, *, has_state: bool) -> None:
         raise ValueError("has_state needs initial_state(), a function that returns the first state")
     if hasattr(model, "learning_rates") and not hasattr(model, "optimizer"):
         raise ValueError(
-            "learning_rates(steps) only tells the rates of optimizer(steps), which is missing: add "
-            "it, or remove learning_rates"
+            f"{type(model).__name__} has learning_rates, but not the optimizer that has these "
+            "rates: add optimizer(steps), or remove learning_rates"
         )
     check_loss(model.loss_fn, has_state=has_state)
     taken = {"init": ("key",), "batches": ("seed", "batch_size")}

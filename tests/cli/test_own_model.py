@@ -81,7 +81,7 @@ def without(name: str, **members: Any) -> Any:
         ),
         (
             without("", learning_rates=lambda self, steps: np.ones(steps)),
-            r"learning_rates\(steps\) only tells the rates of optimizer\(steps\), which is missing",
+            "Mine has learning_rates, but not the optimizer that has these rates: add optimizer",
         ),
         (without("", held_out=[]), r"held_out\(\) should be a function"),
         (without("", has_aux=1), "has_aux must be True or False, not 1"),
