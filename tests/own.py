@@ -82,6 +82,16 @@ class Worsens(Full):
         return optax.sgd(-0.02)
 
 
+class Varies(Plain):
+    """Whose second batch has more examples, and longer texts, than the first."""
+
+    def batches(self, seed: int, batch_size: int) -> Iterable[Any]:
+        generator = np.random.default_rng(seed)
+        for n in (1, 2):
+            tokens = np.zeros((n * batch_size, 5 * n), np.int32)
+            yield examples(generator, n * batch_size) | {"tokens": tokens}
+
+
 full = Full()
 full.sizes = {"deep": Full(5), "plain": Plain}  # type: ignore
 

@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,7 @@ from jvpipe.schedules import SCHEDULES
 from jvpipe.session.options import PipelineOptions
 from jvpipe.util.brief import brief, first_line
 from jvpipe.util.extras import MissingExtraError
+from jvpipe.util.given import checked_path
 from jvpipe.util.names import did_you_mean
 from jvpipe.util.new_folder import check_new_folder
 from jvpipe.util.option import Group, PipelineOption, options_of
@@ -272,7 +274,7 @@ def _resumed(
     """
     if options.run_dir is None:
         raise ValueError("--resume needs --run-dir, the folder of the run to continue")
-    before = RunDir(Path(options.run_dir))
+    before = RunDir(checked_path("--run-dir", options.run_dir))
     config = before.read_config()
     if options.nas or config.get("nas"):
         raise ValueError(
@@ -333,7 +335,7 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if options.get("config") is None:
         return {}
-    path, lines = Path(options["config"]), {}
+    path, lines = checked_path("--config", options["config"]), {}
     where = f"--config {path}"
     try:
         content = path.read_text()
@@ -342,7 +344,7 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         elif path.suffix == ".toml":
             content_by_name = tomllib.loads(content)
         else:
-            content_by_name = json.loads(content)
+            content_by_name = json.loads(content, object_pairs_hook=_mapping)
     except (OSError, ValueError, RecursionError) as problem:
         reason = getattr(problem, "strerror", None) or first_line(problem)
         raise ValueError(f"{where} cannot be read: {reason}") from problem
@@ -364,6 +366,14 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(fields := named.get("set"), Mapping):
         named["set"] = [f"{name}={_field_text(value)}" for name, value in fields.items()]
     return _typed(named, where, passed_over, at)
+
+
+def _mapping(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a mapping of the pairs of a JSON object; raises ValueError if a name is there twice."""
+    counts = Counter(name for name, _ in pairs)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{brief(twice[0])} is there twice: remove one of the two")
+    return dict(pairs)
 
 
 def _field_text(value: Any) -> str:

@@ -8,7 +8,7 @@ another process, all processes raise an error.
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -41,6 +41,7 @@ from jvpipe.cli.run_model import (
 from jvpipe.models.architecture_search import ArchitectureSearch
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.state.checkpoints.checkpoint import open_checkpoint
 from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.state.checkpoints.sealed_file import write_sealed
@@ -61,11 +62,11 @@ class Job:
     Attributes:
         options: the options of the run, including defaults.
         steps: the number of the last step.
-        batch_size: the number of examples in a step.
         run: the folder of the run.
         workload: the model, with the optimizer that the options ask for.
         data: the batches, at the position where the run continues.
         pipe: the pipeline, which is planned and compiled.
+        updates_after: maps a step to the number of updates up to its end.
         learning_rates: the rate of each update of the whole run.
         hosts: the processes of the run.
         search: the architecture search of `--nas`; None without it.
@@ -73,27 +74,37 @@ class Job:
 
     options: TrainOptions
     steps: int
-    batch_size: int
     run: RunDir
     workload: models.Workload
     data: models.Data
     pipe: jvpipe.Pipeline
+    updates_after: Callable[[int], int]
     learning_rates: np.ndarray
     hosts: Hosts
     search: ArchitectureSearch | None = None
 
     def stream(
         self, state: Any, steps: int
-    ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
-        """Trains for some steps; yields the state, the metrics and block names after each step.
+    ) -> Iterator[tuple[Any, dict[str, jax.Array], Any, Sequence[str]]]:
+        """Trains for some steps; yields the state, the metrics, the batch and names of each step.
 
-        The block names are those of the trained architecture; empty without an architecture search.
+        The names are those of the blocks of the trained architecture; empty without an architecture
+        search.
         """
+        batch: Any = None
+
+        def take(taken: Any) -> Any:
+            nonlocal batch
+            batch = taken
+            return batch
+
+        batches = map(take, self.data.train)
         if self.search is None:
-            plain = self.pipe.run(state, self.data.train, steps)
-            return ((after, metrics, ()) for after, metrics in plain)
-        searched = self.search.run(self.pipe, state, self.data.train, steps)
-        return ((after, metrics, drawn.names()) for after, metrics, drawn in searched)
+            for after, metrics in self.pipe.run(state, batches, steps):
+                yield after, metrics, batch, ()
+            return
+        for after, metrics, drawn in self.search.run(self.pipe, state, batches, steps):
+            yield after, metrics, batch, drawn.names()
 
     def pauses(self, step: int) -> bool:
         """Tells whether the next step must wait for this one.
@@ -136,11 +147,11 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
     options, run, workload, files, plan = _start(options, hosts, stack)
     assert options.steps is not None
-    assert options.batch_size is not None
     assert options.microbatches is not None
     search = hosts.together("model", lambda: find_search(options, workload, hosts))
-    updates = options.steps * int(find_schedule(options.schedule).updates(options.microbatches))
-    workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
+    updates_after = hosts.together("run", lambda: _updates_after(options, run))
+    workload = hosts.together("optimizer", lambda: retrained(workload, options, updates_after))
+    updates = updates_after(options.steps)
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # steps in messages count from 1, as in metrics.jsonl
     with phase("opening the data"):
@@ -154,11 +165,11 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     job = Job(
         options,
         options.steps,
-        options.batch_size,
         run,
         workload,
         data,
         pipe,
+        updates_after,
         workload.learning_rates(updates),
         hosts,
         search,
@@ -248,6 +259,26 @@ def _start(
         return plan
 
     return options, run, workload, before.get("files", {}), hosts.together("run", last_plan)
+
+
+def _updates_after(options: TrainOptions, run: RunDir) -> Callable[[int], int]:
+    """Returns a function from a step to the number of updates up to its end.
+
+    A step up to the last checkpoint may have had more or fewer updates than one after it.
+    """
+    assert options.microbatches is not None
+    per_step = int(find_schedule(options.schedule).updates(options.microbatches))
+    first = made = 0
+    if options.resume and run.checkpoints():
+        with run.advising():
+            last = open_checkpoint(run.checkpoints()[-1])
+            last.check_state()
+        first, made = last.meta["step"], last.meta["updates"]
+
+    def updates_after(step: int) -> int:
+        return made + (step - first) * per_step if step >= first else made * step // first
+
+    return updates_after
 
 
 def _held_folder(

@@ -30,8 +30,8 @@ from jvpipe.models.user_batches import UserBatches
 from jvpipe.session.arguments import check_loss, whole_number
 from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
-from jvpipe.util.brief import first_line
-from jvpipe.util.given import checked_flag
+from jvpipe.util.brief import brief, first_line
+from jvpipe.util.given import checked_flag, several
 from jvpipe.util.names import did_you_mean
 
 Tree = Any
@@ -59,8 +59,13 @@ def own_data(
             "leave --data out"
         )
     train, first = _begun(where, model, seed, batch_size)
-    held_out = tuple(model.held_out()) if hasattr(model, "held_out") else ()
-    return models.Data(train, first, held_out, digest_of(first))
+    held_out = model.held_out() if hasattr(model, "held_out") else ()
+    batches = several(held_out)
+    if batches is None:
+        raise ValueError(
+            f"--model {where}: held_out() must return a list of batches, not {brief(held_out)}"
+        )
+    return models.Data(train, first, batches, digest_of(first))
 
 
 def shapes(where: str, model: Any, batch_size: int) -> Tree:
@@ -146,8 +151,6 @@ def completed(
         return model
     _check_members(where, model)
     recipe = None if hasattr(model, "optimizer") else Recipe(USUAL_RATE)
-    usual_rates = recipe.learning_rates if recipe else _unknown_rates
-    rates = getattr(model, "learning_rates", usual_rates)
     with _naming(where):
         has_state = checked_flag("has_state", getattr(model, "has_state", False))
         _check(model, has_state=has_state)
@@ -160,7 +163,7 @@ def completed(
             abstract_batch=partial(shapes, where, model),
             open_data=partial(own_data, where, model),
             optimizer=recipe.optimizer if recipe else partial(_optimizer_of, model),
-            learning_rates=lambda steps: np.asarray(rates(steps)),
+            learning_rates=recipe.learning_rates if recipe else partial(_rates_of, where, model),
             batch_size=whole_number("batch_size", getattr(model, "batch_size", _BATCH_SIZE)),
             steps=whole_number("steps", getattr(model, "steps", _STEPS)),
             model_state=model.initial_state if has_state else None,
@@ -178,8 +181,21 @@ def _optimizer_of(model: Any, updates: int, local: bool = False) -> Any:
     return model.optimizer(updates)
 
 
-def _unknown_rates(updates: int) -> np.ndarray:
-    return np.full(updates, math.nan)
+def _rates_of(where: str, model: Any, updates: int) -> np.ndarray:
+    """Returns the learning rates of a user's model; NaN if the model does not tell them."""
+    if not hasattr(model, "learning_rates"):
+        return np.full(updates, math.nan)
+    found = model.learning_rates(updates)
+    try:
+        rates = np.asarray(found, float)
+    except (TypeError, ValueError):
+        rates = np.array(math.nan)
+    if rates.shape != (updates,) or not np.isfinite(rates).all():
+        raise ValueError(
+            f"--model {where}: learning_rates({updates}) must return {updates} finite numbers, the "
+            f"rate of each update, not {brief(found)} of shape {rates.shape}"
+        )
+    return rates
 
 
 def _check_members(where: str, model: Any) -> None:
@@ -210,7 +226,9 @@ def _sized(name: str, named: Any, size: str | None) -> Any:
     model = _made(named)
     if size is None:
         return model
-    sizes = dict(getattr(model, "sizes", {}))
+    sizes = getattr(model, "sizes", {})
+    if not isinstance(sizes, Mapping):
+        raise ValueError(f"sizes must be a dict from names to models, not {brief(sizes)}")
     if size in sizes:
         return _made(sizes[size])
     if not sizes:
@@ -250,6 +268,11 @@ def _check(model: Any, *, has_state: bool) -> None:
     """Raises ValueError if a function of a model is missing or takes other arguments."""
     if has_state and not hasattr(model, "initial_state"):
         raise ValueError("has_state needs initial_state(), a function that returns the first state")
+    if hasattr(model, "learning_rates") and not hasattr(model, "optimizer"):
+        raise ValueError(
+            f"{type(model).__name__} has learning_rates, but not the optimizer that has these "
+            "rates: add optimizer(steps), or remove learning_rates"
+        )
     check_loss(model.loss_fn, has_state=has_state)
     taken = {"init": ("key",), "batches": ("seed", "batch_size")}
     taken |= {name: arguments for name, arguments in _MAY.items() if hasattr(model, name)}
@@ -313,6 +336,8 @@ def find_model(
     if not colon:
         unknown = did_you_mean("model", name, [*models.NAMES, *announced])
         raise ValueError(f"{unknown}; for your own model, give file.py:NAME or package.module:NAME")
+    if not where:
+        raise ValueError(f"--model {name}: name the file or the module, as in file.py{name}")
     if where.endswith(".py"):
         module = _loaded(name, lambda: _of_file(Path(where)))
     else:

@@ -214,10 +214,22 @@ class RunDir:
             _check_step(path)
 
     def refuse_if_used(self) -> None:
-        """Raises ValueError if the folder has a checkpoint, which a new run would overwrite."""
+        """Raises ValueError if a new run would overwrite a checkpoint, or a file of the user.
+
+        A run that failed before its first checkpoint may be begun again.
+        """
         if self.checkpoints():
             cure = "continue it with --resume, or give another --run-dir"
             raise ValueError(f"{self.path} already has a run: {cure}")
+        with suppress(OSError, DamageError):
+            if "data_digest" in read_sealed(self.config):
+                return
+        for path in (self.config, self.plan, self.metrics, self.explanation, self.timeline):
+            if path.exists():
+                raise ValueError(
+                    f"the run would overwrite {path}, which is not what a run wrote: move it away, "
+                    "or give another --run-dir"
+                )
 
     def check(
         self, expected: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
@@ -301,7 +313,7 @@ def _differences(
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             for name, old_field, new_field in islice(_differences(old, new), 1):
                 yield f"{key}: {name}", old_field, new_field
-        elif old != new:
+        elif old != new and repr(old) != repr(new):  # NaN is not equal to itself
             yield key, old, new
 
 

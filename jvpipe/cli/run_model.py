@@ -1,5 +1,6 @@
 """The parts of a run's model that options choose: weights, tokenizer, optimizer and search."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,20 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
             (folder / name).write_bytes(beside.read_bytes())
 
 
-def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
+def retrained(
+    workload: models.Workload, options: TrainOptions, updates_after: Callable[[int], int]
+) -> models.Workload:
     """Returns the model with the optimizer, learning rate and warm-up that the options ask for.
 
     Args:
         workload: the model with its own optimizer.
         options: the options of the run; `warmup` is a number of steps.
-        updates: the number of updates of the whole run; an asynchronous run has several per step.
+        updates_after: maps a step to the number of updates up to its end; an asynchronous run has
+            several per step.
 
     Raises:
         ValueError: an option changes the learning rate of an optimizer that the model defines.
     """
-    assert options.steps is not None
     rates = {"--learning-rate": options.learning_rate, "--warmup": options.warmup}
     rates_given = [f"{flag} {value:g}" for flag, value in rates.items() if value is not None]
     if options.optimizer is None and not rates_given:
@@ -78,14 +81,11 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
             "there, or choose another optimizer by --optimizer"
         )
     recipe = workload.recipe or Recipe(USUAL_RATE)
-    warmup_updates = None
-    if options.warmup is not None:
-        warmup_updates = options.warmup * updates // options.steps
     recipe = replace(
         recipe,
         optimizer_name=options.optimizer or recipe.optimizer_name,
         learning_rate=options.learning_rate or recipe.learning_rate,
-        warmup_steps=warmup_updates,
+        warmup_steps=None if options.warmup is None else updates_after(options.warmup),
     )
     return replace(
         workload,

@@ -33,11 +33,14 @@ from jvpipe.util.paths import path_name
 class Done(NamedTuple):
     """A dispatched step: its number, its metrics, and the names of its architecture's blocks.
 
-    Without an architecture search (--nas), there are no such names.
+    Without an architecture search (--nas), there are no such names. The examples and the tokens are
+    those of the step's batch; the tokens are None if it has none.
     """
 
     step: int
     metrics: dict[str, Any]
+    examples: int
+    tokens: int | None
     architecture: Sequence[str]
 
 
@@ -144,7 +147,6 @@ class StepNumbers:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._tokens = tokens_in(job.data.example)
         # The model for which the ideal seconds were last computed, and those seconds.
         self._ideal: tuple[Traced | None, float | None] = None, None
 
@@ -158,15 +160,14 @@ class StepNumbers:
         """
         job, ledger = self._job, self._job.pipe.ledger
         ideal = self._ideal_s()
-        # An asynchronous step has several updates. The logged rate is that of the last update.
-        updates = done.step * len(job.learning_rates) // job.steps
         return StepMetrics(
             step=done.step,
             loss=float(done.metrics["loss"]),
-            learning_rate=float(job.learning_rates[updates - 1]),
+            # An asynchronous step has several updates, of which the last one's rate is logged.
+            learning_rate=float(job.learning_rates[job.updates_after(done.step) - 1]),
             grad_norm=float(done.metrics.get("grad_norm", math.nan)),
             seconds=seconds,
-            examples_per_s=job.batch_size / seconds,
+            examples_per_s=done.examples / seconds,
             bubble_fraction=chrome_trace.busy(measured.spans).bubble_fraction,
             busy_fraction=chrome_trace.busy_fractions(measured.spans),
             peak_bytes={str(device): peak for device, peak in ledger.peak_bytes.items()},
@@ -175,7 +176,7 @@ class StepNumbers:
             copy_hidden_s=measured.hidden_s,
             copy_exposed_s=measured.exposed_s,
             recomputed_s=measured.recomputed_s,
-            tokens_per_s=None if self._tokens is None else self._tokens / seconds,
+            tokens_per_s=None if done.tokens is None else done.tokens / seconds,
             mfu=None if ideal is None else ideal / seconds,
             aux=scalars_in(done.metrics.get("aux", ())),
             architecture=tuple(done.architecture),

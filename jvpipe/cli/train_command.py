@@ -28,7 +28,7 @@ from jvpipe.cli.keeping import Evaluations, Keeper, evaluations_before, held_out
 from jvpipe.cli.outputs import Speech, writing
 from jvpipe.cli.processes import Watch, join, leave, shared_picture
 from jvpipe.cli.shell import ExitCode, StopRequest
-from jvpipe.cli.step_log import Done, StepLog
+from jvpipe.cli.step_log import Done, StepLog, tokens_in
 from jvpipe.ir.span import Picture
 from jvpipe.report import chrome_trace
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
@@ -186,10 +186,11 @@ def _steps(
         recording.after(first, state)
         steps = job.stream(state, job.steps - first)
         try:
-            for step, (advanced, metrics, architecture) in enumerate(steps, first + 1):
+            for step, (advanced, metrics, batch, names) in enumerate(steps, first + 1):
                 watch.progress(f"step {step}")
                 keeper.check()
-                signum = log.dispatched(Done(step, metrics, architecture))
+                examples = jax.tree.leaves(batch)[0].shape[0]
+                signum = log.dispatched(Done(step, metrics, examples, tokens_in(batch), names))
                 state = advanced
                 last = step == job.steps or signum is not None
                 if last or job.pauses(step):
@@ -202,7 +203,7 @@ def _steps(
                 if last or job.saves(step) or step == seen.best_step:
                     watch.progress(f"the checkpoint of step {step}")
                     with log.clock.standing():
-                        keeper.save(state, step, architecture, seen)
+                        keeper.save(state, step, names, seen)
                 recording.after(step, state)
                 if last:
                     break

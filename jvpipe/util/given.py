@@ -66,7 +66,8 @@ def checked_path(name: str, path: Any) -> Path:
         path: the path as the user gave it.
 
     Raises:
-        ValueError: `path` is neither a text nor a path, or no file system allows such a name.
+        ValueError: `path` is empty, or neither a text nor a path, or no file system allows such a
+            name.
 
     >>> checked_path("path", 3)
     Traceback (most recent call last):
@@ -76,6 +77,9 @@ def checked_path(name: str, path: Any) -> Path:
     text = os.fspath(path) if is_path else None
     if not isinstance(text, str) or "\0" in text:
         raise ValueError(f"{name} must be a text or a pathlib.Path, not {brief(path)}")
+    # Often a variable of the shell that is not set. `Path("")` is the current folder.
+    if not text:
+        raise ValueError(f"{name} is the empty text '': give a path; the current folder is .")
     names = [part.encode(errors="replace") for part in Path(text).parts]
     if max(map(len, names), default=0) > _LONGEST_NAME:
         raise ValueError(f"{name} has a name of more than {_LONGEST_NAME} bytes: {brief(text)}")

@@ -8,6 +8,9 @@ from jvpipe.util.extras import extra
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
 """Matches numbers such as 1e-3, which YAML 1.1 reads as texts because they lack a decimal point."""
 
+_TEXTS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+"""The tags of names: a text, or `<<`, which stands for the names of another mapping."""
+
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
     r"""Reads a YAML document; returns its value, and the line of each name at the top level.
@@ -30,6 +33,11 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
                 line = _line_of(name)
                 if not isinstance(name.value, str):
                     raise ValueError(f"line {line}: a name must be a text, not a list or a mapping")
+                if name.tag not in _TEXTS:
+                    raise ValueError(
+                        f"line {line}: a name must be a text, and {name.value} is one only in "
+                        "quotes"
+                    )
                 if name.value in first:
                     earlier = first[name.value]
                     raise ValueError(

@@ -22,6 +22,7 @@ from jvpipe.cli.plan_command import PlanOptions
 from jvpipe.cli.train_command import main
 from jvpipe.session.arguments import whole_number
 from jvpipe.session.options import PipelineOptions
+from jvpipe.util.given import checked_path
 from jvpipe.util.option import PIPELINE, PLAN_FOR, Taker, option, options_of
 from tests.docs.options_page import PAGE, page, takers
 
@@ -297,6 +298,15 @@ def test_a_wrong_value_of_every_option_is_told_in_one_line(
         assert value[:30] in line, line
     assert main(["--steps", "0"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_empty_path_is_refused() -> None:
+    flags = [x.flag for x in options_of(TrainOptions).values() if x.check is checked_path]
+    assert {"--run-dir", "--data", "--config", "--export", "--figure"} <= {*flags}
+    for words in [*([f"{flag}="] for flag in flags), ["--run-dir=", "--resume"]]:
+        line = refusal(partial(parse, words))
+        told = "is the empty text '': give a path; the current folder is ."
+        assert line == f"{words[0][:-1]} {told}"
 
 
 SAID: dict[str, tuple[Any, str]] = {

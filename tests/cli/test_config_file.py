@@ -49,6 +49,8 @@ def test_a_file_may_be_yaml(tmp_path: Path) -> None:
     options = given(["--config", str(file), "--batch-size", "4"])
     assert (options.model, options.batch_size, options.learning_rate) == ("gpt2", 4, 1e-3)
     assert options.set == ("blocks=3", "dropout=0.5")
+    file.write_text("seed: 3\n<<: {stages: 2}")
+    assert given(["--config", str(file)]).stages == 2
     assert options.track == ("tensorboard",)
 
 
@@ -87,6 +89,11 @@ def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
             "line 3: stages is in line 1 already: remove one",
         ),
         ("a.yaml", "seed: 1\nset: {a: 1, a: 2}", "line 2: a is in line 2 already"),
+        ("a.yaml", "seed: 1\n1: 2", "line 2: a name must be a text, and 1 is one only in quotes"),
+        ("a.yaml", "true: 2", "line 1: a name must be a text, and true is one only in quotes"),
+        ("a.yaml", "null: 2", "line 1: a name must be a text, and null is one only in quotes"),
+        ("a.json", '{"seed": 1, "seed": 2}', "'seed' is there twice: remove one of the two"),
+        ("a.json", '{"set": {"a": 1, "a": 2}}', "'a' is there twice: remove one of the two"),
         ("a.yml", "stages: 2\nbatchsize: 3", "line 2: unknown option 'batchsize': did you mean"),
         ("a.yaml", "\nstages: 1.5", "line 2: stages is 1.5, but must be a whole number"),
         ("a.yaml", "stages: [2", "line 1: expected"),

@@ -50,6 +50,7 @@ def test_the_models_of_jvpipe_follow_the_protocol() -> None:
             r"unknown model 'brt': did you mean 'bert'\? .* for your own model, give file.py:NAME",
         ),
         ("own.py", "name an object in the file, as in own.py:NAME"),
+        (":Mine", "--model :Mine: name the file or the module, as in file.py:Mine"),
         ("nowhere.py:Model", "--model nowhere.py:Model cannot be imported: there is no such file"),
         (f"{OWN}:Plane", "unknown name 'Plane': did you mean 'Plain'"),
         (

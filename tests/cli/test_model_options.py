@@ -56,16 +56,15 @@ def test_what_cannot_be_replaced_is_named(model: str, options: TrainOptions, tol
 def test_the_recipe_follows_the_options() -> None:
     bert, steps = find_model("bert", "tiny"), 100
     options = TrainOptions(steps=steps, learning_rate=0.5, warmup=10)
-    rates = retrained(bert, options, steps).learning_rates(steps)
+    rates = retrained(bert, options, int).learning_rates(steps)
     assert rates.argmax() in (9, 10)
     assert rates.max() == pytest.approx(0.5)
-    twice = retrained(bert, options, 2 * steps).learning_rates(
-        2 * steps
-    )  # of a schedule with two updates per step
+    # A schedule with two updates per step.
+    twice = retrained(bert, options, lambda step: 2 * step).learning_rates(2 * steps)
     assert twice.argmax() in (19, 20)
-    assert retrained(bert, TrainOptions(steps=steps), steps) is bert
+    assert retrained(bert, TrainOptions(steps=steps), int) is bert
     np.testing.assert_array_equal(
-        retrained(bert, TrainOptions(steps=steps, optimizer="lion"), steps).learning_rates(9),
+        retrained(bert, TrainOptions(steps=steps, optimizer="lion"), int).learning_rates(9),
         bert.learning_rates(9),
     )
 
@@ -73,9 +72,9 @@ def test_the_recipe_follows_the_options() -> None:
 def test_an_optimizer_of_one_s_own_is_left_alone_or_replaced_whole() -> None:
     own = find_model(f"{OWN}:full")
     with pytest.raises(ValueError, match=r"--learning-rate 0\.1: full has an optimizer of its own"):
-        retrained(own, TrainOptions(steps=3, learning_rate=0.1), 3)
+        retrained(own, TrainOptions(steps=3, learning_rate=0.1), int)
     assert math.isnan(own.learning_rates(3)[0])
-    replaced = retrained(own, TrainOptions(steps=3, learning_rate=0.1, optimizer="sgd"), 3)
+    replaced = retrained(own, TrainOptions(steps=3, learning_rate=0.1, optimizer="sgd"), int)
     assert replaced.learning_rates(3).max() == pytest.approx(0.1)
 
 

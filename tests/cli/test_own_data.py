@@ -90,6 +90,17 @@ def test_batches_that_end_are_told_so() -> None:
         next(train)
 
 
+@pytest.mark.parametrize("found", [None, {"x": np.zeros((4, 2))}])
+def test_held_out_batches_that_are_no_list_are_told(found: Any) -> None:
+    class Wrong(Plain):
+        def held_out(self) -> Any:
+            return found
+
+    told = r"--model own\.py:mine: held_out\(\) must return a list of batches, not "
+    with pytest.raises(ValueError, match=told):
+        data(Wrong())
+
+
 def test_what_are_no_batches() -> None:
     class Wrong(Plain):
         def batches(self, seed: int, batch_size: int) -> Any:

@@ -32,6 +32,12 @@ def test_what_a_model_has_is_used() -> None:
     assert model.settings == {"blocks": 5, "dtype": "bfloat16"}
     assert model.initial_state().shape == (4,)
     assert all(map(math.isnan, model.learning_rates(2)))
+    members = {
+        "optimizer": lambda self, steps: None,
+        "learning_rates": lambda self, steps: jax.numpy.arange(steps, dtype="bfloat16"),
+    }
+    told = completed("own.py:mine", "mine", without("", **members), None)
+    assert told.learning_rates(3).tolist() == [0, 1, 2]
     assert completed("own.py:full", "full", full, "plain").config == Plain()
 
 
@@ -73,6 +79,10 @@ def without(name: str, **members: Any) -> Any:
             without("", optimizer=lambda self: None),
             r"optimizer\(\) must accept the call optimizer\(steps\)",
         ),
+        (
+            without("", learning_rates=lambda self, steps: np.ones(steps)),
+            "Mine has learning_rates, but not the optimizer that has these rates: add optimizer",
+        ),
         (without("", held_out=[]), r"held_out\(\) should be a function"),
         (without("", has_aux=1), "has_aux must be True or False, not 1"),
         (without("", steps=0), "steps must be a whole number of at least 1, not 0"),
@@ -90,11 +100,26 @@ def test_what_is_no_model_is_told_why(found: Any, told: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "rates",
+    [[0.1], 0.1, [], np.ones((2, 2)), len, ["a", "b"], [0.1, math.nan], [[0.1], [0.1, 0.2]]],
+)
+def test_learning_rates_that_are_not_a_number_for_each_update_are_told(rates: Any) -> None:
+    members = {"optimizer": lambda self, steps: None, "learning_rates": lambda self, steps: rates}
+    model = completed("own.py:mine", "mine", without("", **members), None)
+    told = r"^--model own\.py:mine: learning_rates\(2\) must return 2 finite numbers, the rate of"
+    with pytest.raises(ValueError, match=told) as refused:
+        model.learning_rates(2)
+    assert "\n" not in str(refused.value)
+
+
 def test_sizes_and_fields_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="unknown size of full 'dep': did you mean 'deep'"):
         completed("own.py:full", "full", full, "dep")
     with pytest.raises(ValueError, match="it has no sizes, so leave out --size deep"):
         completed("own.py:Full", "Full", Full, "deep")
+    with pytest.raises(ValueError, match=r"sizes must be a dict from names to models, not \['deep"):
+        completed("own.py:mine", "mine", without("", sizes=["deep"]), "deep")
     with pytest.raises(ValueError, match=r"--model own\.py:Plain: unknown option of Plain 'dtype'"):
         completed("own.py:Plain", "Plain", Plain, None, {"dtype": "bfloat16"})
     with pytest.raises(

@@ -322,7 +322,8 @@ PLANNING = "jvpipe.cli.plan_command.of_graph"
     ("options", "message"),
     [
         (["--json", "FOLDER"], "this is a folder: give the path of a file"),
-        (["--timeline", ""], "this is a folder: give the path of a file"),
+        (["--timeline", ""], "--timeline is the empty text '': give a path"),
+        (["--timeline", "."], "this is a folder: give the path of a file"),
         (
             ["--json", "FOLDER/nowhere/plan.json"],
             "there is no folder FOLDER/nowhere: make it, or give another path",

@@ -75,10 +75,36 @@ def test_a_new_run_does_not_overwrite_another(tmp_path: Path) -> None:
         with_checkpoints(tmp_path, "00000001").refuse_if_used()
 
 
+@pytest.mark.parametrize("name", ["config.json", "plan.json", "metrics.jsonl", "plan.txt"])
+def test_a_new_run_does_not_overwrite_a_file_that_is_not_of_a_run(
+    name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text('{"steps": 2}')
+    told = f"would overwrite {file}, which is not what a run wrote: move it away, or give another"
+    with pytest.raises(ValueError, match=told):
+        RunDir(tmp_path).refuse_if_used()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_may_begin_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.write_config(CONFIG | {"data_digest": "a"})
+    run.metrics.touch()
+    run.refuse_if_used()
+
+
 def test_the_same_configuration_may_go_on(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.write_config(CONFIG | {"stages": 2})
     run.check(CONFIG)
+
+
+def test_a_field_that_is_nan_is_the_same_here_and_there(tmp_path: Path) -> None:
+    run, fields = RunDir(tmp_path), {"model_config": {"rate": float("nan")}}
+    run.write_config(fields)
+    run.check(fields)
+    with pytest.raises(ValueError, match=r"model_config: rate is nan there, 0\.1 here"):
+        run.check({"model_config": {"rate": 0.1}})
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:

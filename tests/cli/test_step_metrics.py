@@ -1,5 +1,7 @@
 """What batches and losses tell of themselves, for the log."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from jvpipe import models
 from jvpipe.cli.step_log import Done, StepLog, tokens_in
 from jvpipe.report.metrics import scalars_in
+from tests.cli.test_found_model import OWN
+from tests.commands import finished
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,16 @@ def test_what_is_no_text_has_none(batch: Any) -> None:
     assert tokens_in(models.load("amoebanet", "tiny").abstract_batch(4)) is None
 
 
+def test_the_batch_of_each_step_is_counted(tmp_path: Path) -> None:
+    model = ("--model", f"{OWN}:Varies", "--batch-size", "4", "--stages", "1", "--steps", "2")
+    done = finished(*model, "--run-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    per_s = ("examples_per_s", "tokens_per_s")
+    counts = [[round(line[name] * line["seconds"]) for name in per_s] for line in lines]
+    assert counts == [[4, 4 * 5], [8, 8 * 10]]
+
+
 def test_single_numbers_are_told_by_their_path() -> None:
     aux = {"moe": [{"balance": np.float32(0.5)}, {"balance": 2}], "logits": np.zeros((2, 2))}
     assert scalars_in(aux) == {"moe/0/balance": 0.5, "moe/1/balance": 2.0}
@@ -40,7 +54,7 @@ def test_single_numbers_are_told_by_their_path() -> None:
 
 def test_a_step_whose_logging_has_failed_is_not_logged_again() -> None:
     log: Any = object.__new__(StepLog)
-    first, second = (Done(step, {}, ()) for step in range(2))
+    first, second = (Done(step, {}, 1, None, ()) for step in range(2))
     told: list[Done] = []
 
     def tell(done: Done, **_: Any) -> None:

@@ -279,7 +279,7 @@ ARRAYS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
     ),
     "of the optimizer": (
         lambda arrays: arrays.pop(next(name for name in arrays if name.startswith("optimizer"))),
-        "of another optimizer: it has no array",
+        r"of another optimizer: it has no array.*; are other parameters frozen \(--frozen, frozen=",
     ),
 }
 """What is changed of the arrays of a state at rest, and what is said of it."""

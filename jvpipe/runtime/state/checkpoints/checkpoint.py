@@ -198,9 +198,11 @@ def check_paths(
     """
     whole, part = WORDS[kind]
     other = f"{where} is of another {whole}: "
+    # A frozen parameter has no optimizer state.
+    likely = "; are other parameters frozen (--frozen, frozen=)?" if kind == "optimizer" else ""
     for path, (shape, dtype) in expected.items():
         if path not in saved:
-            raise ValueError(f"{other}it has no {part} '{path}'")
+            raise ValueError(f"{other}it has no {part} '{path}'{likely}")
         array = saved[path]
         if array is None:
             continue
@@ -210,4 +212,4 @@ def check_paths(
             raise ValueError(f"{other}its {part} '{path}' is {theirs}, this {whole}'s is {ours}")
     extra = sorted(set(saved) - set(expected))
     if extra:
-        raise ValueError(f"{other}this one has no {part} '{extra[0]}'")
+        raise ValueError(f"{other}this one has no {part} '{extra[0]}'{likely}")
