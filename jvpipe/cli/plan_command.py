@@ -282,7 +282,8 @@ def _exchange(options: PlanOptions, forecast: Forecast) -> None:
         except ValueError as mistake:
             raise ValueError(f"--import {options.import_}: {mistake}") from None
         if forecast.fits:
-            theirs, ours = (judged(forecast.problem, one) for one in (plan, forecast.plan))
+            theirs = judged(forecast.problem, plan, forecast.state_s_of(plan))
+            ours = judged(forecast.problem, forecast.plan, forecast.state_s)
             print(beside(format, theirs, ours))
     if options.export is not None and forecast.fits:
         format, _, file = options.export.partition(":")

@@ -25,13 +25,14 @@ class Judged:
     peak_bytes: int
 
 
-def judged(problem: Problem, plan: Plan) -> Judged:
+def judged(problem: Problem, plan: Plan, state_s: float = 0.0) -> Judged:
     """Simulates a step of a plan from any system.
 
     Args:
         problem: the costs of layers and links, and the number of micro-batches. The plan's stages
             and schedule replace the problem's.
         plan: the stages, with a schedule or with a list of tasks for each device.
+        state_s: the seconds per step of copies of the optimizer's state.
 
     Raises:
         ValueError: the costs of a layer have no option with the fates that the plan gives it.
@@ -45,7 +46,7 @@ def judged(problem: Problem, plan: Plan) -> Judged:
     )
     decision = decision_of(problem.costs, plan)
     stages = evaluate_decision(plan_problem, decision).stages
-    step_s = simulated_step_s(plan_problem, stages)
+    step_s = simulated_step_s(plan_problem, stages) + state_s
     return Judged(step_s, max(device_bytes(plan_problem, stages)))
 
 

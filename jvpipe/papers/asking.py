@@ -163,13 +163,14 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
     def finds(limit_bytes: int) -> bool:
         return bool(_of_paper(planner, shapes.under(limit_bytes)))
 
-    enough = max(limit + 1, least_bytes_plans(shapes)[0].evaluation.limit_bytes)
+    least = least_bytes_plans(shapes)[0]
+    enough = max(limit + 1, least.evaluation.limit_bytes)
     # The loop ends, because every planner has a plan once the limit is large enough.
     while not finds(enough):
         enough += enough // 8 + 1
     return Infeasible(
-        f"{planner.name} finds no plan that fits into {limit} bytes per device: it finds one "
-        f"with {enough} bytes, {enough - limit} more. Raise the limit, use more devices, or "
+        f"{planner.name} finds no plan that keeps {least.problem.limit_said}: it finds one "
+        f"with {least.problem.enough_said(enough)}. Raise the limit, use more devices, or "
         "use planner 'jvpipe'",
         smallest_limit_bytes=enough,
     )

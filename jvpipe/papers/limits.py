@@ -63,10 +63,9 @@ def plan_or_raise(
         # On a device with less memory than the others, the missing memory counts as used.
         peaks.append(cost.peak_bytes + problem.less_bytes(s))
     stage = peaks.index(max(peaks))
-    excess = enough - limit
     raise Infeasible(
-        f"{planner} finds no plan under {limit} bytes per device: the smallest tried limit at "
-        f"which it finds one is {enough} bytes, {excess} more than this limit, "
+        f"{planner} finds no plan under {problem.limit_said}: the smallest tried limit at "
+        f"which it finds one is {problem.enough_said(enough)}, "
         f"and stage {stage} is then the fullest; "
         f"raise the limit, add stages, or use smaller micro-batches",
         smallest_limit_bytes=enough,
@@ -88,10 +87,10 @@ def no_cuts_fit(planner: str, kept: KeptStages) -> Infeasible:
     >>> no_cuts_fit("dapple", KeptStages(problem)).smallest_limit_bytes
     120
     """
-    limit = kept.problem.memory_limit_bytes
+    problem, limit = kept.problem, kept.problem.memory_limit_bytes
     assert limit is not None, "without a limit everything fits"
     # These cuts make the fullest stage as small as possible.
-    peak_bytes = [kept.peak_bytes(s) for s in range(kept.problem.stages)]
+    peak_bytes = [kept.peak_bytes(s) for s in range(problem.stages)]
     _, places = least_path(peak_bytes, np.maximum)
     assert places is not None, "there are as many places as stages need"
     pairs = zip(peak_bytes, pairwise(places), strict=True)
@@ -99,10 +98,10 @@ def no_cuts_fit(planner: str, kept: KeptStages) -> Infeasible:
     stage = int(np.argmax(peaks))
     smallest = int(peaks[stage])
     return Infeasible(
-        f"{planner} keeps every activation, and so none of its plans fits into {limit} bytes per "
-        "device: "
+        f"{planner} keeps every activation, and so none of its plans keeps "
+        f"{problem.limit_said}: "
         f"stage {stage} of the smallest plan takes {smallest - limit} bytes more. "
-        f"The smallest limit that would do is {smallest} bytes. "
+        f"The smallest limit that would do is {problem.enough_said(smallest)}. "
         f"Raise the limit, use smaller micro-batches, or a planner that swaps and recomputes",
         smallest_limit_bytes=smallest,
     )

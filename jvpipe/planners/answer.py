@@ -28,6 +28,8 @@ class Answer:
         kinds: for each kind of shape (`Shape.kind`), the fastest rough plan that was found; empty
             unless the planner also decided how many devices each stage has.
         compiled: what the hardware's compiler reports about each stage, if it was asked.
+        state_s: the seconds per step in which the optimizer's state is copied from the host and
+            back; the copies are assumed not to overlap with any other work.
     """
 
     planner: str
@@ -39,6 +41,7 @@ class Answer:
     plan: Plan | None = None
     kinds: Mapping[str, RoughPlan] = field(default_factory=dict)
     compiled: tuple[CompiledStage, ...] = ()
+    state_s: float = 0.0
 
     def fits(self, problem: Problem) -> bool:
         """Tells whether the answer has a plan within the devices' limits; ignores the host's."""
@@ -46,6 +49,13 @@ class Answer:
         return self.evaluation is not None and (
             limit is None or self.evaluation.limit_bytes <= limit
         )
+
+    def step_s(self, problem: Problem) -> float:
+        """Returns the seconds of a simulated step; infinite without a plan."""
+        # An infinite step is slower than any other step, so comparisons need no special case.
+        if self.evaluation is None:
+            return math.inf
+        return simulated_step_s(problem, self.evaluation.stages) + self.state_s
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
@@ -59,12 +69,9 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     """
 
     def rank(answer: Answer) -> tuple[bool, float]:
-        if answer.evaluation is None:
-            return True, math.inf
         # The seconds of equally fast plans may differ in their last digits. Rounding makes them
         # equal, and `sorted` leaves equals in the order in which the planners were asked.
-        step_s = simulated_step_s(problem, answer.evaluation.stages)
-        return not answer.fits(problem), float(f"{step_s:.9g}")
+        return not answer.fits(problem), float(f"{answer.step_s(problem):.9g}")
 
     return sorted(answers, key=rank)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import Evaluation
-from jvpipe.planners.model.stage_simulation import (
-    forecast,
-    simulated_bubble_fraction,
-    simulated_step_s,
-)
+from jvpipe.planners.model.stage_simulation import forecast, simulated_bubble_fraction
 from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.planners.splitting import CutCandidate, Splitter, uneven
@@ -49,8 +46,6 @@ class Forecast:
 
     `str` of a forecast is the text that `python -m jvpipe.plan` prints. If the planner also decided
     which devices each stage has (the shape), `shapes` holds the shapes among which it chose.
-    `state_s` counts the seconds per step in which the optimizer's state is copied from the host and
-    back; the copies are assumed not to overlap with any other work.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -68,7 +63,6 @@ class Forecast:
     title: str = ""
     question: Question | None = None
     shapes: Shapes | None = None
-    state_s: float = 0.0
 
     @property
     def best(self) -> Answer:
@@ -139,13 +133,21 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
-        best = self.best.evaluation
-        # An infinite step is slower than any other step, so comparisons need no special case.
-        return math.inf if best is None else self._step_s(best)
+        return self.best.step_s(self.problem)
 
-    def _step_s(self, evaluation: Evaluation) -> float:
-        """Returns the seconds of a simulated step, with those of copying the optimizer's state."""
-        return simulated_step_s(self.problem, evaluation.stages) + self.state_s
+    @property
+    def state_s(self) -> float:
+        """Seconds per step of the copies of optimizer state under the best plan."""
+        return self.best.state_s
+
+    def state_s_of(self, plan: Plan) -> float:
+        """Returns the seconds of copies per step if a plan has the same state on the host."""
+        assert self.question is not None
+        fates = dict[str, str]()
+        for stage in self.plan.stages:
+            fates |= {escape(name): fate for name, fate in stage.state_fates.items()}
+        question = replace(self.question, state_fates=fates)
+        return question.with_state(plan, self.problem, self.best.splits)[1]
 
     @property
     def reasons(self) -> list[str]:
@@ -251,9 +253,9 @@ class Forecast:
         content = head | {
             "stages": stages,
             "bottleneck_s": evaluation.bottleneck_s,
-            "step_s": self._step_s(evaluation),
+            "step_s": answer.step_s(problem),
             "lower_bound_s": bound_s if math.isfinite(bound_s) else None,
-            "bubble_fraction": self._idle(evaluation),
+            "bubble_fraction": self._idle(answer, evaluation),
             "planning_s": answer.planning_s,
             "splits": list(answer.splits),
             "tasks": list(lines_of(lists.lists)) if isinstance(lists, GivenLists) else [],
@@ -263,10 +265,10 @@ class Forecast:
             content["shapes"] = shapes_json(answer)
         return content
 
-    def _idle(self, evaluation: Evaluation) -> float:
+    def _idle(self, answer: Answer, evaluation: Evaluation) -> float:
         """Returns the share of a step in which devices are idle, as a mean over all devices."""
-        shapes = self.shapes
-        return simulated_bubble_fraction(self.problem, evaluation.stages, shapes and shapes.devices)
+        devices = self.shapes and self.shapes.devices
+        return simulated_bubble_fraction(self.problem, evaluation.stages, devices, answer.state_s)
 
     def _row(self, answer: Answer) -> tuple[str, ...]:
         """Returns the row of an answer in the table that compares planners."""
@@ -279,8 +281,8 @@ class Forecast:
             answer.planner,
             " ".join(map(str, cuts)),
             f"{1e3 * evaluation.bottleneck_s:.2f}",
-            f"{1e3 * self._step_s(evaluation):.2f}",
-            f"{self._idle(evaluation):.1%}",
+            f"{1e3 * answer.step_s(self.problem):.2f}",
+            f"{self._idle(answer, evaluation):.1%}",
             format_bytes(evaluation.peak_bytes) + over,
             planning,
         )
@@ -303,11 +305,11 @@ class Forecast:
             bound = f"no plan is under {1e3 * bound_s:.2f}"
         split = f"; {len(best.splits)} layers are cut in two" if best.splits else ""
         slowest = f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms"
-        idle = f"{self._idle(evaluation):.1%} idle"
+        idle = f"{self._idle(best, evaluation):.1%} idle"
         return (
             f"planner {best.planner}, schedule {problem.schedule.name}, "
             f"{shape}{problem.microbatches} micro-batch{several}{size}: "
-            f"step {1e3 * self._step_s(evaluation):.2f} ms simulated ({bound}), "
+            f"step {1e3 * self.step_s:.2f} ms simulated ({bound}), "
             f"{slowest}, {reduced}{updated}{idle}, planned in {best.planning_s:.2f} s{split}"
         )
 
@@ -338,14 +340,19 @@ def asked(
     # The sort of `best_first` is stable, so jvpipe's plan comes first among equally good plans.
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)
     by_planner = {
-        name: timed(name, problem, partial(ask, name, problem), splits) for name in own_first
+        name: timed(name, problem, partial(ask, name, problem), question, splits)
+        for name in own_first
     }
     answers = best_first(problem, [answer for _, answer in by_planner.values()])
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
 def timed(
-    planner: str, problem: Problem, put: Callable[[], Planned], splits: tuple[int, ...] = ()
+    planner: str,
+    problem: Problem,
+    put: Callable[[], Planned],
+    question: Question | None,
+    splits: tuple[int, ...] = (),
 ) -> tuple[Problem, Answer]:
     """Asks a planner and measures how long it takes.
 
@@ -353,6 +360,7 @@ def timed(
         planner: the name of the planner.
         problem: the problem to solve.
         put: calls the planner.
+        question: the question from which the problem was made.
         splits: the cuts inside layers that the problem has.
 
     Returns:
@@ -364,18 +372,29 @@ def timed(
     except Infeasible as infeasible:
         passed_s = time.perf_counter() - start_s
         return problem, Answer(planner, passed_s, infeasible=infeasible, splits=splits)
-    return planned.problem, _answer(planner, planned, time.perf_counter() - start_s, splits)
+    passed_s = time.perf_counter() - start_s
+    return planned.problem, _answer(planner, planned, passed_s, question, splits)
 
 
-def _answer(planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...]) -> Answer:
+def _answer(
+    planner: str,
+    planned: Planned,
+    planning_s: float,
+    question: Question | None,
+    splits: tuple[int, ...],
+) -> Answer:
+    plan, state_s = planned.plan, 0.0
+    if question is not None:
+        plan, state_s = question.with_state(plan, planned.problem, splits)
     return Answer(
         planner,
         planning_s,
         planned.decision,
         planned.evaluation,
         splits=splits,
-        plan=planned.plan,
+        plan=plan,
         kinds=planned.shapes,
+        state_s=state_s,
     )
 
 
@@ -406,5 +425,5 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     begin = CutCandidate(model.traced, planned)
     best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
     planning_s = first.planning_s + time.perf_counter() - start_s
-    finer = _answer(first.planner, best.planned, planning_s, best.traced.splits)
+    finer = _answer(first.planner, best.planned, planning_s, question, best.traced.splits)
     return replace(whole, problem=best.planned.problem, answers=(finer,))

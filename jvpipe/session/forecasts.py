@@ -15,8 +15,7 @@ from jvpipe.papers.asking import ask_shapes
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.planned_problem import Planned
-from jvpipe.planners.state_on_host import ALL_AWAY, away_s, brought_back, room_left, state_bytes
-from jvpipe.planners.user_fates import with_state_fates
+from jvpipe.planners.state_on_host import ALL_AWAY, away_s, brought_back, room_left
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
@@ -212,13 +211,14 @@ class _Asking:
         if self.pins is not None:
             shapes = question.shapes(cluster, self.devices, self.pins, limits)
             (planner, *_) = self.names
-            problem, best = timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
-            return self._with_state(Forecast(problem, (best,), self.title, question, shapes))
+            put = partial(ask_shapes, planner, shapes)
+            problem, best = timed(planner, shapes.model, put, question)
+            return Forecast(problem, (best,), self.title, question, shapes)
         problem = question.problem(cluster, limits, splits)
         forecast = asked(problem, self.names, self.title, question, splits)
         of_paper = any(find_planner(name).as_paper for name in self.names)
         cuts_layers = not splits and not of_paper
-        return self._with_state(with_splits(question, forecast) if cuts_layers else forecast)
+        return with_splits(question, forecast) if cuts_layers else forecast
 
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
         """Returns the answer with the optimizer's state on the host, except the part that fits.
@@ -226,7 +226,7 @@ class _Asking:
         Layers are cut at `splits`, which were found with all state on the devices. If `splits` is
         empty, cuts are sought again.
         """
-        sizes, cluster = self._state_bytes(), self.cluster
+        sizes, cluster = self.question.state_bytes(), self.cluster
         if cluster.host_memory_bytes is not None:
             # Host memory that the state takes is not available for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
@@ -247,31 +247,9 @@ class _Asking:
         # With all state on the host, a device holds `held` bytes. State that fits into the rest of
         # the limit moves back to the device.
         room = room_left(best.plan, held, limit_of)
-        nearer = replace(best, plan=brought_back(best.plan, sizes, room))
-        return self._with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
-
-    def _with_state(self, forecast: Forecast) -> Forecast:
-        """Adds the fates of the optimizer's state to the plans, and the seconds of its copies."""
-        fates, best = self.question.state_fates, forecast.best
-        if not fates or best.plan is None:
-            return forecast
-        # All answers solve the same problem, so they cut layers at the same places.
-        graph = self.question.trace_as(best.splits).traced.graph
-        answers = []
-        for answer in forecast.answers:
-            plan = answer.plan and with_state_fates(graph, answer.plan, fates)
-            answers.append(replace(answer, plan=plan))
-        return self._with_seconds(replace(forecast, answers=tuple(answers)))
-
-    def _with_seconds(self, forecast: Forecast) -> Forecast:
-        """Adds the seconds in which the best plan copies optimizer state to the host and back."""
-        best = forecast.best.plan
-        assert best is not None
-        return replace(forecast, state_s=away_s(best, self._state_bytes(), forecast.problem))
-
-    def _state_bytes(self) -> dict[str, int]:
-        model = self.question.trace()
-        return state_bytes(model.traced.graph, self.question.cut(model))
+        plan = brought_back(best.plan, sizes, room)
+        nearer = replace(best, plan=plan, state_s=away_s(plan, sizes, problem))
+        return replace(away, answers=(nearer,))
 
 
 def planner_names(option: str, planner: Any) -> list[str]:

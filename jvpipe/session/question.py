@@ -19,6 +19,8 @@ from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.state_on_host import away_s, state_bytes
+from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.optimizer_pieces import OptimizerCut
 from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -176,6 +178,27 @@ class Question(Training):
             return replace(model, traced=split_as_planned(model.traced, splits))
 
         return self._once(("split", self.microbatches, splits), make)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Counts the bytes of optimizer state of each parameter, by the parameter's path."""
+        model = self.trace()
+        return state_bytes(model.traced.graph, self.cut(model))
+
+    def with_state(
+        self, plan: Plan, problem: Problem, splits: tuple[int, ...]
+    ) -> tuple[Plan, float]:
+        """Gives a plan's optimizer state its fates; also returns the seconds of copies per step.
+
+        Args:
+            plan: the plan.
+            problem: the problem to which the plan is an answer.
+            splits: the places at which the problem has layers cut in two.
+        """
+        if not self.state_fates:
+            return plan, 0.0
+        graph = self.trace_as(splits).traced.graph
+        plan = with_state_fates(graph, plan, self.state_fates)
+        return plan, away_s(plan, self.state_bytes(), problem)
 
     def problem(
         self,

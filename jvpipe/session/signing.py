@@ -62,18 +62,17 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
     # The loop ends because the limits grow without bound, while compiled bytes stay bounded.
     while (would_do := search.raised_by(more)[0]) is None:
         more += max(1, more // 16)
-    (answer,), raised = would_do.answers, would_do.problem
-    assert raised.memory_limit_bytes is not None
-    smallest, compiler = raised.memory_limit_bytes, signer.stores[0].compiler.target.name
-    limit = smallest - more
+    (answer,), smallest = would_do.answers, would_do.problem.memory_limit_bytes
+    assert smallest is not None
+    compiler = signer.stores[0].compiler.target.name
+    problem = replace(would_do.problem, memory_limit_bytes=smallest - more)
     reason = (
-        f"no plan of {answer.planner} keeps the limit of {limit:,} bytes per device as the "
-        f"compiler for {compiler} makes it: {smallest:,} bytes would do. "
+        f"no plan of {answer.planner} keeps {problem.limit_said} as the compiler for "
+        f"{compiler} makes it: {problem.enough_said(smallest)} would do. "
         "So may more stages or more micro-batches"
     )
     infeasible = Infeasible(reason, smallest)
     refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
-    problem = replace(raised, memory_limit_bytes=limit)
     return replace(would_do, problem=problem, answers=(refused,))
 
 

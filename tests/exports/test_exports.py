@@ -320,7 +320,7 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
     (tmp_path / "layout.txt").write_text("Et|t*3L")
     assert of_tiny_llama("--import", f"megatron:{tmp_path / 'layout.txt'}") == 0
     told = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"megatron: .* ms, .* GiB; jvpipe: .*; gain .* ms \(.*%\), .* GiB", told)
+    assert re.fullmatch(r"megatron: .* ms, .* KiB; jvpipe: .*; gain .* ms \(.*%\), .* KiB", told)
     assert (
         of_tiny_llama("--memory-limit", "1KiB", "--import", f"megatron:{tmp_path / 'layout.txt'}")
         == 1
@@ -382,6 +382,22 @@ def test_what_is_imported_is_simulated_as_planners_do() -> None:
     again_all = judged(found.problem, find_format("megatron").load(text + full, outline_there))
     assert again_all.step_s > own.step_s
     assert again_all.peak_bytes < own.peak_bytes
+
+
+def test_a_comparison_counts_the_copies_of_state_under_both_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "layout.txt").write_text("Et|t*3L")
+    options = ["--planner", "even", "--import", f"megatron:{tmp_path / 'layout.txt'}"]
+    times = []
+    for more in ([], ["--state-fates", "*=swap"]):
+        assert of_tiny_llama(*options, *more) == 0
+        told = capsys.readouterr().out
+        times.append([float(ms) for ms in re.findall(r"(?:: |step )([0-9.]+) ms", told)])
+        step_ms, _, ours_ms = times[-1]
+        assert step_ms == ours_ms
+    kept, away = times
+    assert all(more > less for more, less in zip(away, kept, strict=True))
 
 
 def small_forecast() -> Forecast:

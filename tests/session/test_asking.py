@@ -38,6 +38,16 @@ def test_the_limit_that_is_named_would_do(planner: str) -> None:
     assert 500 < evaluate_decision(planned.problem, planned.decision).limit_bytes <= enough
 
 
+@pytest.mark.parametrize("planner", shape_planners())
+def test_of_unlike_limits_the_bytes_are_named_that_would_do_on_each(planner: str) -> None:
+    limits = [500, 400, 300, 200]
+    with pytest.raises(Infeasible, match=r"\d+ bytes more on each device") as refused:
+        ask_shapes(planner, small().told_apart([()] * 4, limits, []))
+    more = refused.value.smallest_limit_bytes - limits[0]
+    assert f" {more} bytes more" in str(refused.value)
+    ask_shapes(planner, small().told_apart([()] * 4, [limit + more for limit in limits], []))
+
+
 def test_mistakes() -> None:
     pinned = shapes_of(COSTS, flat(4, 50.0), 8, pins=Pins(stages=2))
     decides = "planner 'pipedream' decides stages, replicas and cuts itself"

@@ -232,6 +232,23 @@ def test_the_optimizer_s_state_may_lie_on_the_host() -> None:
         jvpipe.plan_for(loss_fn, [wide] * 8, wide, state_fates={"x": "swap"}, **asked)
 
 
+def test_each_compared_plan_has_the_seconds_of_its_own_copies_of_state() -> None:
+    wide = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    wider = [jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for rows in (512, 1024)]
+    plan_for = partial(jvpipe.plan_for, loss_fn, [wide] * 4 + wider, wide, hardware="h100")
+    names = ["even", "dapple"]
+    kept, away = (plan_for(planner=names, state_fates=fates) for fates in (None, {"*": "swap"}))
+    alone = [plan_for(planner=name, state_fates={"*": "swap"}).step_s for name in names]
+    told = {each["planner"]: each for each in away.to_json()}
+    assert [told[name]["step_s"] for name in names] == alone
+    # The plan of dapple has less state on its fullest device.
+    assert [each["planner"] for each in kept.to_json()] == names
+    assert list(told) == names[::-1]
+    busy_s = [(1 - each["bubble_fraction"]) * each["step_s"] for each in told.values()]
+    kept_s = [(1 - each["bubble_fraction"]) * each["step_s"] for each in kept.to_json()]
+    assert busy_s == pytest.approx(kept_s[::-1])
+
+
 @pytest.mark.parametrize("shared", [{"stages": 2}, {"replicas": (2, 1)}])
 def test_state_goes_to_the_host_where_nothing_fits_else(shared: dict[str, Any]) -> None:
     wide = jax.ShapeDtypeStruct((256, 256), jnp.float32)

@@ -132,11 +132,10 @@ def _worth_simulating(
 
 def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
     """Makes the error that names a limit under which a plan exists."""
-    limit = problem.memory_limit_bytes
-    assert limit is not None, "without a limit everything may be kept"
     least = min(one.limit_bytes for one in floors)
     return Infeasible(
-        f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. "
+        f"no order of tasks was found that keeps {problem.limit_said}; "
+        f"{problem.enough_said(least)} would do. "
         f"Raise the limit, add devices, or use smaller micro-batches",
         smallest_limit_bytes=least,
     )

@@ -305,13 +305,11 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     over = plan.bytes - limit
     problem = pricing.segments.problem
     stage_limit = limit - problem.less_bytes(plan.stage)
-    unlike = any(group.less_bytes for group in problem.groups)
-    where = f" of {problem.name_of(plan.stage)}" if unlike else " per device"
-    per_device = ", or as much more on each device" if unlike else ""
+    where = f" of {problem.name_of(plan.stage)}" if problem.unlike_limits else " per device"
     return Infeasible(
         f"no plan keeps the limit of {stage_limit} bytes{where}: "
         f"at best, stage {plan.stage} (layers {i} to {j - 1}) takes {over} bytes more. "
-        f"The smallest limit that would do is {plan.bytes} bytes{per_device}; "
+        f"The smallest limit that would do is {problem.enough_said(plan.bytes)}; "
         "raise the limit, add stages, or use smaller micro-batches",
         smallest_limit_bytes=plan.bytes,
     )

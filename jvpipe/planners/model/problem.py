@@ -251,6 +251,24 @@ class Problem:
         by_number = {d: limit - group.less_bytes for group in self.at_places for d in group.devices}
         return tuple(by_number[number] for number in sorted(by_number))
 
+    @property
+    def unlike_limits(self) -> bool:
+        """Whether some devices have a smaller limit than others."""
+        return any(group.less_bytes for group in self.groups)
+
+    @property
+    def limit_said(self) -> str:
+        """The limit of the devices, for messages."""
+        if self.unlike_limits:
+            return "the limits of the devices"
+        return f"the limit of {self.memory_limit_bytes} bytes per device"
+
+    def enough_said(self, limit_bytes: int) -> str:
+        """Words a larger limit of the roomiest device; unlike limits grow by the same bytes."""
+        if self.unlike_limits:
+            return f"{limit_bytes - (self.memory_limit_bytes or 0)} bytes more on each device"
+        return f"{limit_bytes} bytes"
+
     def layers_on(self, s: int) -> tuple[LayerCost, ...]:
         """Returns the costs of all layers of the model on the devices of a stage."""
         return self._layers_on[self.schedule.device_of(s, self.devices)]

@@ -110,6 +110,7 @@ def simulated_bubble_fraction(
     problem: Problem,
     stages: Sequence[StageCost],
     devices: int | None = None,
+    state_s: float = 0.0,
 ) -> float:
     """Returns the share of the devices' time that is idle in a simulated step.
 
@@ -117,8 +118,9 @@ def simulated_bubble_fraction(
         problem: gives the schedule, the micro-batches and the devices of each place.
         stages: the costs of all stages.
         devices: the number of devices, with or without a stage; None: those with a stage.
+        state_s: the seconds of copies of the optimizer's state, in which all devices are idle.
     """
-    step_s = simulated_step_s(problem, stages)
+    step_s = simulated_step_s(problem, stages) + state_s
     lists = problem.schedule.tasks(problem.devices, problem.microbatches)
     if not step_s:
         return 0.0

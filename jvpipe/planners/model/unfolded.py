@@ -141,11 +141,9 @@ def _infeasible(
     sizes = evaluation.device_bytes
     enough = max(evaluation.limit_bytes, limit + 1)
     d = max(range(len(sizes)), key=lambda d: sizes[d] - (problem.limit_of(d) or 0))
-    unlike = any(group.less_bytes for group in problem.groups)
-    per_device = ", or as much more on each device" if unlike else ""
     return Infeasible(
-        f"no plan found fits {problem.limit_of(d)} bytes per device under {problem.schedule.name}: "
-        f"device {d} would hold {sizes[d]} bytes. A limit that would do is {enough} bytes"
-        f"{per_device}; raise the limit, add devices, or use smaller micro-batches",
+        f"no plan found fits {problem.limit_of(d)} bytes of device {d} under "
+        f"{problem.schedule.name}: it would hold {sizes[d]} bytes. A limit that would do is "
+        f"{problem.enough_said(enough)}; raise the limit, add devices, or use smaller micro-batches",
         smallest_limit_bytes=enough,
     )

@@ -125,7 +125,7 @@ def test_layers_that_halves_make_slow_stay_whole() -> None:
 def test_a_limit_that_nothing_keeps_is_refused_with_one_that_would_do() -> None:
     problem = replace(problem_of(6, 2, 4), memory_limit_bytes=10)
     with pytest.raises(
-        Infeasible, match="no order of tasks was found that keeps 10 bytes per device"
+        Infeasible, match="no order of tasks was found that keeps the limit of 10 bytes per device"
     ) as refused:
         find_order(problem)
     enough = replace(problem, memory_limit_bytes=refused.value.smallest_limit_bytes)
