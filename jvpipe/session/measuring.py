@@ -145,8 +145,8 @@ class Measurement:
         if self.asks_seconds:
             if any(eqn.primitive.name == "shard_map" for eqn in every(traced.loss.eqns)):
                 raise ValueError(
-                    "the loss calls jax.shard_map, and layers are measured on one device each: "
-                    "give planner='even', or a plan as stages="
+                    f"planner {settings.planner!r} measures layers on one device, which "
+                    "jax.shard_map does not allow: give planner='even', or a plan as stages="
                 )
             costs = measured_costs(
                 traced,
