@@ -416,6 +416,7 @@ def expect(message: str, **kwargs: Any) -> Any:
         ({"stages": 0}, "stages must be a whole number of at least 1, not 0"),
         ({"microbatches": True}, "microbatches must be a whole number of at least 1, not True"),
         ({"memory_limit": "lots"}, "memory limit 'lots' is not a size"),
+        ({"host_memory_limit": "lots"}, "^host_memory_limit 'lots' is not a size"),
         ({"stages": jvpipe.Plan.from_cuts([3, 2])}, r"the plan lacks layers \[5\]"),
         (
             {"stages": jvpipe.Plan.from_cuts([3, 3], [0, 9])},

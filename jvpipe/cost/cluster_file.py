@@ -92,6 +92,10 @@ def read_cluster(path: Path) -> Cluster:
     try:
         text = path.read_text()
         table = _Table(path, text, tomllib.loads(text))
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give the path of a TOML file"
+        ) from None
     except ValueError as error:  # also raised for text that is not UTF-8, and for too many digits
         raise ValueError(f"{path} is not TOML: {error}") from error
     except RecursionError:

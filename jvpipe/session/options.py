@@ -256,7 +256,7 @@ class PipelineOptions:
     )
     memory_limit: str | None = option(
         None,
-        # The messages of `parse_limits` and `parse_bytes` already name the memory limit.
+        # The messages of `parse_limits` already name the memory limit.
         lambda said, value: parse_limits(value),
         "How much each device may hold, such as 16GiB, or 24GiB,11GiB for two devices. If "
         "left out, the memory that each device reports, if it reports any.",
@@ -267,7 +267,7 @@ class PipelineOptions:
     )
     host_memory_limit: str | None = option(
         None,
-        lambda said, value: parse_bytes(value),
+        lambda said, value: parse_bytes(value, said),
         "How much host memory the swapped values of all devices may take together.",
         "memory",
         "bytes",

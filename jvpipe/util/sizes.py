@@ -19,8 +19,12 @@ ROUNDING = 1e-9
 """Two sums of seconds count as equal if their relative difference is smaller than this."""
 
 
-def parse_bytes(size: int | str | None) -> int | None:
+def parse_bytes(size: int | str | None, said: str = "memory limit") -> int | None:
     """Returns the bytes that a number or a text such as "16GiB" stands for; None for None.
+
+    Args:
+        size: the number or the text.
+        said: how messages name it.
 
     Raises:
         ValueError: `size` is not a size, is below one byte, or is more than `MOST_BYTES`.
@@ -38,12 +42,11 @@ def parse_bytes(size: int | str | None) -> int | None:
     size_bytes = float(match[1]) * unit_bytes if match and unit_bytes else 0
     if size_bytes < 1:
         raise ValueError(
-            f"memory limit {brief(size)} is not a size: write bytes, or a text such as '16GiB' "
-            "or '500MiB'"
+            f"{said} {brief(size)} is not a size: write bytes, or a text such as '16GiB' or '500MiB'"
         )
     if size_bytes > MOST_BYTES:
         raise ValueError(
-            f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: "
+            f"{said} {brief(size)} is more than {MOST_BYTES} bytes, which no machine has: "
             "give a smaller limit or none"
         )
     return int(size_bytes)

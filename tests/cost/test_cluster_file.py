@@ -309,6 +309,12 @@ def test_an_unknown_name_is_refused(name: str, message: str) -> None:
         find_cluster(name)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails when read")
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ValueError, match=r"/proc/self/mem cannot be read \(Input/output error\)"):
+        find_cluster("/proc/self/mem")
+
+
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"lab.toml:2: device unknown hardware 'v100': did you mean 'v100-"
