@@ -12,6 +12,7 @@ of count, because a replica computes count instead.
 """
 
 from collections.abc import Hashable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +110,7 @@ class Alike:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
             dtype = _jax.aval(out).dtype
             # `not` depends on the type, and unsigned numbers wrap around.
-            of_type = dtype if name == "not" or dtype.kind == "u" else None
+            of_type = dtype if name == "not" or _is_unsigned(dtype) else None
             number = self._number((name, comparable(params), operands, of_type))
             self._numbers[out] = number
             if _is_whole(out) or (name in _COUNTING and self._whole.issuperset(operands)):
@@ -149,10 +150,14 @@ def _keeps_whole(eqn: JaxprEqn) -> bool:
     if after == np.bool_:
         return before == np.bool_
     if np.issubdtype(after, np.integer):
-        changes_sign = before.kind != "b" and (before.kind == "u") != (after.kind == "u")
+        changes_sign = before != np.bool_ and _is_unsigned(before) != _is_unsigned(after)
         return after.itemsize >= before.itemsize and not changes_sign
     # Narrower floats round small counts already: bfloat16 rounds 257 to 256.
     return after == before or after.itemsize >= _EXACT_BYTES
+
+
+def _is_unsigned(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.unsignedinteger)
 
 
 def _is_whole(atom: Atom) -> bool:
