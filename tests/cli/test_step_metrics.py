@@ -62,7 +62,7 @@ def test_a_step_whose_logging_has_failed_is_not_logged_again() -> None:
         if done is first:
             raise ValueError("the tracker takes nothing")
 
-    log._dispatched, log._tell = first, tell
+    vars(log).update(_dispatched=first, _tell=tell)
     with pytest.raises(ValueError, match="tracker"):
         log.dispatched(second)
     log.failed()
