@@ -51,7 +51,7 @@ def test_the_limit_that_it_names_would_do() -> None:
 def test_of_unlike_limits_the_bytes_are_named_that_would_do_on_each(
     planner: str, schedule: str
 ) -> None:
-    problem = chain([LayerCost("a", 1.0, 1.0, (Option(100),), parameter_bytes=9)] * 8, 2, 4)
+    problem = chain([LayerCost("a", 1.0, 1.0, (Option(100),), parameter_bytes=9)] * 4, 2, 2)
     problem = replace(
         problem, schedule=find_schedule(schedule), stages=4 if schedule == "v-half" else 2
     )
