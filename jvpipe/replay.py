@@ -51,8 +51,9 @@ def replay(
 
     Raises:
         ValueError: the run was synchronous; or it was resumed from a checkpoint, or its model was
-            changed: then its ledger begins at a later step, but a replay begins at the first. Another
-            cause is an argument that differs from what the run had, such as too few batches.
+            changed: then its ledger begins at a later step, but a replay begins at the first.
+            Another cause is an argument that differs from what the run had, such as too few
+            batches.
 
     Returns:
         The newest parameters of each layer, as numpy arrays, and the loss of each micro-batch.

@@ -93,7 +93,8 @@ def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
             continue
         try:
             record = json.loads(line)
-            json.dumps(record, ensure_ascii=False).encode()  # fails for half a surrogate pair
+            if "\\ud" in line.lower():  # only an escape can be half a surrogate pair
+                json.dumps(record, ensure_ascii=False).encode()  # which cannot be encoded
         except (ValueError, RecursionError) as problem:
             raise ValueError(
                 f"line {number} of '{file}' is not JSON in UTF-8 ({problem}): each line must be "

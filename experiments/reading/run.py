@@ -1,7 +1,7 @@
 """How much there is to read, and how dense it is: counts of syntax nodes, lines and comments.
 
-A formatter can break a line in two, but it cannot change the syntax tree. So sizes and densities are
-counted in nodes of the tree. Docstrings count as text, not as code.
+A formatter can break a line in two, but it cannot change the syntax tree. So sizes and densities
+are counted in nodes of the tree. Docstrings count as text, not as code.
 """
 
 import ast

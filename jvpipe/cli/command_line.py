@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +30,7 @@ from jvpipe.session.options import PipelineOptions
 from jvpipe.util.brief import brief, first_line
 from jvpipe.util.extras import MissingExtraError
 from jvpipe.util.given import checked_path
-from jvpipe.util.names import did_you_mean
+from jvpipe.util.names import did_you_mean, repeated
 from jvpipe.util.new_folder import check_new_folder
 from jvpipe.util.option import Group, PipelineOption, options_of
 from jvpipe.util.yaml_text import read_yaml
@@ -370,9 +369,9 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mapping(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Makes a mapping of the pairs of a JSON object; raises ValueError if a name is there twice."""
-    counts = Counter(name for name, _ in pairs)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"{brief(twice[0])} is there twice: remove one of the two")
+    twice = repeated(name for name, _ in pairs)
+    if twice is not None:
+        raise ValueError(f"{brief(twice)} is there twice: remove one of the two")
     return dict(pairs)
 
 

@@ -116,9 +116,9 @@ def beside(name: str, theirs: Judged, ours: Judged) -> str:
     gain = Judged(saved_s, saved_bytes)
     share = saved_s / theirs.step_s if theirs.step_s else 0.0
     parts = (
-        f"{name}: {_ms(theirs)}, {_size(theirs)}",
-        f"jvpipe: {_ms(ours)}, {_size(ours)}",
-        f"gain {_ms(gain)} ({share:.1%}), {_size(gain)}",
+        f"{name}: {_ms(theirs)}, {format_bytes(theirs.peak_bytes)}",
+        f"jvpipe: {_ms(ours)}, {format_bytes(ours.peak_bytes)}",
+        f"gain {_ms(gain)} ({share:.1%}), {format_bytes(gain.peak_bytes)}",
     )
     return "; ".join(parts)
 
@@ -126,9 +126,3 @@ def beside(name: str, theirs: Judged, ours: Judged) -> str:
 def _ms(cost: Judged) -> str:
     """Writes the seconds of a step."""
     return f"{1e3 * cost.step_s:.2f} ms"
-
-
-def _size(cost: Judged) -> str:
-    """Writes the bytes of the fullest device, or how many more or fewer they are."""
-    sign = "-" if cost.peak_bytes < 0 else ""
-    return sign + format_bytes(abs(cost.peak_bytes))

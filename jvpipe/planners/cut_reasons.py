@@ -105,10 +105,11 @@ def _reason(
             f"{who} would take {moved_ms:.2f} ms with it, more than the slowest "
             f"{'device' if several else 'stage'}'s {1e3 * slowest_s:.2f} ms"
         )
-    if longer_s > max(now_s[place], now_s[problem.places[s]]):
-        now_ms = 1e3 * max(now_s[place], now_s[problem.places[s]])
+    slower_s = max(now_s[place], now_s[problem.places[s]])
+    if longer_s > slower_s:
         return head + (
-            f"the slower of {who} and {other} would take {moved_ms:.2f} ms, now {now_ms:.2f} ms"
+            f"the slower of {who} and {other} would take {moved_ms:.2f} ms, "
+            f"now {1e3 * slower_s:.2f} ms"
         )
     # Only a simulation would show whether the step would be longer.
     return f"{head}the planner chose so: {who} could hold it, and would take {moved_ms:.2f} ms"

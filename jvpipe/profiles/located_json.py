@@ -11,6 +11,7 @@ from typing import Any
 
 from jvpipe.profiles.graph_parts import flaw, wrong
 from jvpipe.util.brief import brief
+from jvpipe.util.names import repeated
 
 # A string, a brace or the end of a line. A brace inside a string is a part of the string.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\n]')
@@ -97,9 +98,9 @@ def parse_located(text: str, file: str) -> Located:
         located = Located(pairs)
         located.file = file
         located.line = next(lines)
-        names = [name for name, _ in pairs]
-        if twice := [name for name in located if names.count(name) > 1]:
-            raise located.wrong(f"the field {twice[0]} appears twice: remove one of the two")
+        twice = repeated(name for name, _ in pairs)
+        if twice is not None:
+            raise located.wrong(f"the field {twice} appears twice: remove one of the two")
         return located
 
     try:

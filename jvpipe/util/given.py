@@ -36,7 +36,8 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     >>> checked_frozen("frozen", ["base/*"])
     ('base/*',)
     """
-    patterns = several(() if frozen is None else frozen)
+    given = () if frozen is None else frozen
+    patterns = several(given)
     if patterns is None or not all(isinstance(x, str) and x for x in patterns):
         raise ValueError(
             f"{name} must be patterns of the paths of parameters, such as ['base/*'], "
@@ -81,7 +82,8 @@ def checked_path(name: str, path: Any) -> Path:
     if not text:
         raise ValueError(f"{name} is the empty text '': give a path; the current folder is .")
     names = [part.encode(errors="replace") for part in Path(text).parts]
-    if max(map(len, names), default=0) > _LONGEST_NAME:
+    longest = max(map(len, names), default=0)
+    if longest > _LONGEST_NAME:
         raise ValueError(f"{name} has a name of more than {_LONGEST_NAME} bytes: {brief(text)}")
     return Path(text)
 
@@ -106,7 +108,8 @@ def checked_address(name: str, address: str) -> tuple[str, int]:
     ('host0', 12345)
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    is_port = port.isdecimal() and 0 < int(port) < 2**16
+    if not host or not is_port:
         raise ValueError(f"{name} must be HOST:PORT, such as host0:12345, not {address}")
     return host, int(port)
 

@@ -1,7 +1,8 @@
-"""Suggests existing names in place of a name that does not exist."""
+"""Suggests existing names in place of a name that does not exist; finds names given twice."""
 
 import difflib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jvpipe.util.brief import brief
@@ -25,6 +26,16 @@ def did_you_mean(kind: str, name: Any, names: Sequence[str]) -> str:
         guess = f"did you mean '{close[0]}'? "
     listed = ", ".join(names) or "none"
     return f"unknown {kind} {brief(name)}: {guess}There are {listed}"
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """Returns the first name that is there more than once; None if there is none.
+
+    >>> repeated(["b", "a", "a", "b"]), repeated(["a", "b"])
+    ('b', None)
+    """
+    counts = Counter(names)
+    return next((name for name, count in counts.items() if count > 1), None)
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:

@@ -110,16 +110,16 @@ def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[
 
 
 def format_bytes(size: int) -> str:
-    """Writes bytes for people to read.
+    """Writes bytes for people to read; a difference of sizes may be negative.
 
-    >>> format_bytes(1610612736)
-    '1.50 GiB'
+    >>> format_bytes(1610612736), format_bytes(-1536)
+    ('1.50 GiB', '-1.50 KiB')
     """
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         digits = 0 if unit == "B" else 2
         # The value is rounded before the comparison: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
-        if round(value, digits) < 1024:
+        if round(abs(value), digits) < 1024:
             return f"{value:.{digits}f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB"

@@ -24,6 +24,7 @@ from jvpipe.planners.joint.order_floor import order_floors
 from jvpipe.planners.joint.plan_search import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.shapes import sorted_orders
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -55,13 +56,7 @@ def orders(problem: Problem) -> list[Problem]:
         kinds = [group.kind for group in groups]
         count = list(_distinct(kinds, devices))
     else:
-        slowness = [group.mean_slowness for group in groups]
-        less_bytes = [float(group.less_bytes) for group in groups]
-        count = [
-            sorted(devices, key=key.__getitem__, reverse=falling)
-            for key in (slowness, less_bytes)
-            for falling in (False, True)
-        ]
+        count = sorted_orders(groups)
     # Orders with the same kinds of devices in the same places are the same problem, so only the
     # first of them is kept.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}

@@ -79,7 +79,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _hidden_transfers(problem: Problem) -> Solution:
-    """Solves the problem as an asynchronous one without transfers; the caller adds their seconds."""
+    """Solves the problem as an asynchronous one without transfers, which the caller adds."""
     alone = replace(
         problem,
         peer=INFINITE,

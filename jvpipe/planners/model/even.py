@@ -80,7 +80,8 @@ def balanced(problem: Problem) -> tuple[int, ...]:
         better = False
         for s in range(1, problem.stages):
             for by in (-1, 1):
-                moved = [*best[:s], best[s] + by, *best[s + 1 :]]
+                moved = best.copy()
+                moved[s] += by
                 in_order = moved[s - 1] < moved[s] < moved[s + 1]
                 if in_order and rank(moved) < rank(best):
                     best = moved
@@ -113,15 +114,18 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
         ends = [index == 0]  # for each number of stages, whether they can end at a cut
         for s in range(stages):
             begins = np.maximum.accumulate(np.where(ends[s], index, -1))[:-1]
-            allowed_s = np.where(begins == index[:-1], max(longest_s, least_s), longest_s)
-            fits = (begins >= 0) & (totals[s, 1:] - totals[s, begins] <= allowed_s)
+            is_piece = begins == index[:-1]
+            allowed_s = np.where(is_piece, max(longest_s, least_s), longest_s)
+            taken_s = totals[s, 1:] - totals[s, begins]
+            fits = (begins >= 0) & (taken_s <= allowed_s)
             ends.append(np.append(False, fits))
         if not ends[-1][-1]:
             return None
         bounds = [count - 1]
         for s in reversed(range(stages)):
             end = bounds[-1]
-            fits = ends[s][:end] & (totals[s, end] - totals[s, :end] <= longest_s)
+            taken_s = totals[s, end] - totals[s, :end]
+            fits = ends[s][:end] & (taken_s <= longest_s)
             # If the stage would take too long from any cut, it is one piece.
             bounds.append(int(fits.argmax()) if fits.any() else end - 1)
         return bounds[::-1]

@@ -177,10 +177,7 @@ class Shapes:
                 turned = by_block.transpose(0, 2, 1)
                 orders.append(tuple(turned.ravel().tolist()))
         if self.apart:
-            for of in (lambda d: self.apart[d].mean_slowness, lambda d: self.apart[d].less_bytes):
-                up = sorted(range(self.devices), key=of)
-                down = sorted(range(self.devices), key=of, reverse=True)
-                orders += [tuple(up), tuple(down)]
+            orders += map(tuple, sorted_orders(self.apart))
         return tuple(dict.fromkeys(orders))
 
     @cached_property
@@ -241,3 +238,13 @@ class Shapes:
     def _machines(self, devices: Sequence[int]) -> tuple[int, ...]:
         """Lists the machines of devices; empty if the cluster has one machine."""
         return self.cluster.machines_of(devices) if self.cluster.machines > 1 else ()
+
+
+def sorted_orders(groups: Sequence[Group]) -> list[list[int]]:
+    """Lists the groups by their speed, then by their memory, each of them falling and rising."""
+    orders = []
+    for quality in (lambda group: group.mean_slowness, lambda group: group.less_bytes):
+        for rising in (False, True):
+            order = sorted(range(len(groups)), key=lambda d: quality(groups[d]), reverse=rising)
+            orders.append(order)
+    return orders

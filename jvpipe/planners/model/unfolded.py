@@ -77,7 +77,8 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
     """Makes a planner for devices of several stages from a planner that knows one stage per device.
 
     The result raises `Infeasible` if no budget leads to a decision that keeps the limit; the error
-    names a limit under which a decision was seen to fit. If `decide` ignores limits, it never raises.
+    names a limit under which a decision was seen to fit. If `decide` ignores limits, the result
+    never raises.
 
     Args:
         decide: the planner that knows one stage per device.

@@ -227,8 +227,8 @@ class Channel:
     def _timeout(self, process: int, name: str) -> HostLost:
         """Makes the error for a process whose word has not come in time."""
         late = (
-            f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s: all processes "
-            "must make the same calls, with equally many batches of the same shapes"
+            f"{self.named(process)} has not told its {name} for {self.timeout_s:g} s: all "
+            "processes must make the same calls, with equally many batches of the same shapes"
         )
         silent = self.silent(self.timeout_s / 2)
         return HostLost(f"{silent}: {late}" if silent else late)
