@@ -29,7 +29,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.cost.links import links_between
@@ -97,7 +97,6 @@ class Adapter:
         self._limits, self._hosts = limits, hosts
         self._thread, self._judge = Thread("jvpipe-adapt"), Judge(Rule(), compiled_plans, limits)
         self._stream_steps = 0
-        self._link: Link | None = None  # measured before the first watched step
 
     def switch(self, on: bool, rule: Rule) -> None:
         """Switches the watcher on or off, and sets its rule; all processes must do the same.
@@ -143,8 +142,6 @@ class Adapter:
         if not self._thread:
             return
         judge, hosts, current = self._judge, self._hosts, self._compiled_plans.current
-        if self._link is None:
-            self._link = self._measured_link()
         judge.link = self._link
         if hosts is None:
             # A single process needs no rounds: it migrates as soon as its second thread is ready.
@@ -169,8 +166,12 @@ class Adapter:
         """Waits until the second thread has read every step that was handed to it."""
         self._thread.wait()
 
-    def _measured_link(self) -> Link:
-        """Measures the link between processes, or between two devices if there is one process."""
+    @cached_property
+    def _link(self) -> Link:
+        """The link between processes, or between two devices if there is one process.
+
+        It is measured before the first watched step.
+        """
         if self._hosts:
             return link_between(self._hosts)
         first, *others = map(first_of, self._compiled_plans.current.devices)
@@ -256,8 +257,7 @@ class Migrations:
         """
         if (hosts := self._compiled_plans.settings.hosts) is not None:
             asked = {"plan": plan.to_json(), "moment": at, "reason": why, "step": state.step}
-            parts = [(name, str(value)) for name, value in asked.items()]
-            hosts.agree("migrations", parts)
+            hosts.agree("migrations", [(name, str(value)) for name, value in asked.items()])
         microbatches = self._controller.microbatches
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
@@ -18,8 +18,8 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.state.migrate import Migration, copied_bytes, prepare_migration
+from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.planning import planned_again
-from jvpipe.session.settings import Settings
 from jvpipe.util.brief import brief
 
 _log = logging.getLogger("jvpipe")
@@ -74,37 +74,12 @@ class Told:
     @staticmethod
     def from_json(text: str) -> "Told":
         """Reads the news from a text that `to_json` returned."""
-        seconds, words, how, refusal = json.loads(text)
+        seconds, words, *rest = json.loads(text)
         proposal = None
         if words is not None:
             old, new, why = words
             proposal = Proposal(Plan.from_json(old), Plan.from_json(new), why)
-        by_step = {step: Seen(*step_s) for step, step_s in seconds}
-        return Told(by_step, proposal, how, refusal)
-
-
-@runtime_checkable
-class ModelPlans(Protocol):
-    """The part of the interface of `CompiledPlans` that a judge uses."""
-
-    @property
-    def settings(self) -> Settings:
-        """What the user asked for."""
-        ...
-
-    @property
-    def layer_s(self) -> list[float] | None:
-        """The seconds of each layer that the planner used; None if it used none."""
-        ...
-
-    @property
-    def planned(self) -> Planned | None:
-        """The planner's first plan; None if the user gave the plan."""
-        ...
-
-    def with_plan(self, plan: Plan, base: CompiledPlan | None = None) -> CompiledPlan:
-        """Compiles the model under another plan."""
-        ...
+        return Told({step: Seen(*step_s) for step, step_s in seconds}, proposal, *rest)
 
 
 class Judge:
@@ -116,7 +91,7 @@ class Judge:
         limits: the limits of memory in bytes; they also hold while the layers of a migration move.
     """
 
-    def __init__(self, rule: Rule, compiled_plans: ModelPlans, limits: Limits) -> None:
+    def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
         self.rule, self.link = rule, INFINITE
         self._compiled_plans, self._limits = compiled_plans, limits
         self.plans: dict[int, Plan] = {}  # by step: the plan of the step, until the step is judged
@@ -134,9 +109,9 @@ class Judge:
         """Returns the news that was not reported yet, and marks it as reported."""
         seconds = dict(self.untold.popleft() for _ in range(len(self.untold)))
         proposal, self.proposal = self.proposal, None
-        ready = self.ready
-        how = ready.change.how if isinstance(ready, Migration) else ""
-        return Told(seconds, proposal, how, ready if isinstance(ready, str) else "")
+        if isinstance(self.ready, Migration):
+            return Told(seconds, proposal, self.ready.change.how)
+        return Told(seconds, proposal, refusal=self.ready or "")
 
     def decide(self, news: Sequence[Told], compiled: CompiledPlan) -> None:
         """Asks the trigger about every step whose seconds all processes have reported.
@@ -150,9 +125,11 @@ class Judge:
                 for one in news:
                     for step, part in one.seconds.items():
                         self._parts.setdefault(step, []).append(part)
-                complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
-                for step in sorted(complete):
-                    plan, parts = self.plans[step], self._parts[step]
+                for step in sorted(self._parts):
+                    parts = self._parts[step]
+                    if len(parts) < len(news):
+                        continue
+                    plan = self.plans[step]
                     # This step and earlier steps are not judged again, even if judging fails.
                     self._parts = {s: parts for s, parts in self._parts.items() if s > step}
                     # The training thread adds plans meanwhile, so only these entries are deleted.
@@ -177,9 +154,8 @@ class Judge:
         try:
             with beside_training():
                 new = self._compiled_plans.with_plan(proposal.new, compiled)
-                moment = (step, 0)
                 migration = prepare_migration(
-                    compiled, new, moment, proposal.why, self._limits, stream_steps
+                    compiled, new, (step, 0), proposal.why, self._limits, stream_steps
                 )
                 migration.bound.compile_marks()
                 self.ready = migration
@@ -201,9 +177,11 @@ class Judge:
             compiled: the plan in use.
         """
         if self._trigger is None:
-            synchronous, layer_s = compiled.schedule.synchronous, self._compiled_plans.layer_s
             self._trigger = Trigger(
-                layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
+                self._compiled_plans.layer_s,
+                compiled.microbatches,
+                synchronous=compiled.schedule.synchronous,
+                rule=self.rule,
             )
         if plan == self._replaced:  # a proposal to leave this plan is in preparation
             return
@@ -221,8 +199,12 @@ class Judge:
             self._asked = replan.cuts
             self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
             return
-        too_dear = "%s, but cuts %s do not repay the %d bytes that would move"
-        _log.info(too_dear, replan.why, new.cuts, moved_bytes)
+        _log.info(
+            "%s, but cuts %s do not repay the %d bytes that would move",
+            replan.why,
+            new.cuts,
+            moved_bytes,
+        )
         trigger.refused.add(replan.cuts)
 
     def _plan_for(self, replan: Replan, home: Plan, compiled: CompiledPlan) -> Plan | None:
@@ -257,14 +239,14 @@ class Judge:
         answer = None
         by_user = settings.fates or settings.checkpoint is not None
         if planned is not None and not by_user and _alike(planned.plan, home):
-            held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are unknown
-            answer = planned_again(planned, replan.slowness, held_bytes_of)
+            # The bytes of other processes are unknown.
+            answer = planned_again(planned, replan.slowness, None if settings.hosts else held_bytes)
         if answer is None:
             return recut(graph, home, replan.cuts)
         for present in (self._answer, planned):
             if present and _alike(present.plan, compiled.plan):
-                now = replace(answer, decision=present.decision)
-                if answer.step_s > (1 - self.rule.gain) * now.step_s:
+                now_s = replace(answer, decision=present.decision).step_s
+                if answer.step_s > (1 - self.rule.gain) * now_s:
                     return None
                 break
         self._answer = answer
@@ -291,12 +273,12 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
         measured: the measurements of the monitor.
         compiled: the plan under which the step ran.
     """
-    stages, microbatches = compiled.plan.stages, compiled.microbatches
+    stages = compiled.plan.stages
     places = [str(compiled.devices[stage.devices[0]]) for stage in stages]
     exposed_s = []
     for place in places:
         whole_s = measured.exposed.get(place, 0.0)
-        exposed_s.append(whole_s / microbatches / places.count(place))
+        exposed_s.append(whole_s / compiled.microbatches / places.count(place))
     layer_s = measured.layer_s(len(compiled.traced.graph.layers))
     if not compiled.schedule.synchronous:
         layer_s = [layer_s[i] / len(stage.devices) for stage in stages for i in stage.layers]
