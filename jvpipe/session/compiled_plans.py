@@ -216,9 +216,8 @@ class CompiledPlans:
             compiled = self.with_plan(base.plan, base, traced)
         else:
             bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
-            planner = ModelPlanner(settings, bench, cutter, self._leaves)
-            finer = not self._follows
-            compiled, self.planned, self.shape = planner.plan_together(traced, finer=finer)
+            planner = ModelPlanner(settings, bench, cutter, self._leaves, not self._follows)
+            compiled, self.planned, self.shape = planner.plan_together(traced)
         # If another model is still training, this model's groups are compiled later, during its own
         # training.
         if settings.group and not self._follows:

@@ -51,8 +51,8 @@ _Name = tuple[ValueKind, str | int]
 
 Except for constants, an array has the same name in the graphs of the loss and of a function.
 """
-_Spot = tuple[_Name, int]
-"""An array's name, and the place that holds the array."""
+_Copies = Mapping[_Name, Mapping[int, jax.Array | None]]
+"""The copies of the training's arrays, by name and place; None for one of another process."""
 _LAST = Reductions(aux={"*": AuxReduction.LAST})
 """A prediction has one micro-batch, so the value of its last micro-batch is its only value."""
 
@@ -120,8 +120,8 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     ]
     with _holding(session, compiled, "the rest of the state", beside, copied):
         values = session.readable(_forward(session, compiled, state, arrays, batch, words=None))
-    groups = len(compiled.traced.graph.aux_groups)
-    return jax.tree.unflatten(compiled.traced.loss.aux_tree, values[1 : 1 + groups])
+    traced = compiled.traced
+    return jax.tree.unflatten(traced.loss.aux_tree, values[1 : 1 + len(traced.graph.aux_groups)])
 
 
 def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
@@ -217,11 +217,9 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
         check_returned(values, "leaf of the prediction")
         if not jax.tree.leaves(values):
             raise ValueError(f"the function returns no arrays, it returns {brief(values)}")
-        total: Any = 0.0
-        for leaf in jax.tree.leaves(values):
-            total = total + jnp.sum(jnp.real(leaf).astype(jnp.float32))
-        total = jax.lax.stop_gradient(total)
-        return (total, *model_state, values) if settings.has_state else (total, values)
+        leaves = jax.tree.leaves(values)
+        total = sum((jnp.sum(jnp.real(leaf).astype(jnp.float32)) for leaf in leaves), 0.0)
+        return jax.lax.stop_gradient(total), *model_state, values
 
     with phase("tracing and cutting the function"):
         model = trace_model(
@@ -269,15 +267,13 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     for s, stage in enumerate(stages):
         owned = [p for layer in stage.layers for p in trained.owned(layer)]
         stage_of |= {trained.parameters[p].array.name: s for p in owned}
-    of_layer, at = [], 0
+    of_layer = list[int]()
     for layer in range(len(graph.layers)):
         # A stage has consecutive layers, so no layer goes back to a stage before the present one.
-        names = [graph.parameters[p].array.name for p in graph.owned(layer)]
-        at = max([at, *(stage_of[name] for name in names)])
-        of_layer.append(at)
+        owned = [stage_of[graph.parameters[p].array.name] for p in graph.owned(layer)]
+        of_layer.append(max([0, *of_layer[-1:], *owned]))
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
-    placed = [Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs]
-    return Plan(tuple(placed))
+    return Plan(tuple(Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs))
 
 
 def _arrays(
@@ -293,32 +289,31 @@ def _arrays(
         device.
     """
     training, constants = session.compiled, compiled.traced.loss.constants
-    there: dict[_Spot, jax.Array | None] = {}
+    there = defaultdict[_Name, dict[int, jax.Array | None]](dict)
     for buffer, array in zip(training.persistent, trained, strict=True):
         # The loss and the function close over different constants.
         if buffer.value.kind is not ValueKind.CONSTANT:
-            there[_name(training.traced.graph, buffer), buffer.place] = array
+            there[_name(training.traced.graph, buffer)][buffer.place] = array
     carried = _carried(session, compiled, there)
-    # A value may have copies on several devices. All are equal, so any copy can be the source.
-    anywhere = {name: array for (name, _), array in there.items() if array is not None}
     arrays, copied = list[Any](), [0] * len(compiled.devices)
     for buffer in compiled.persistent:
-        spot = _name(compiled.traced.graph, buffer), buffer.place
-        is_constant = buffer.value.kind is ValueKind.CONSTANT
-        array = there.get(spot)
-        if array is None and is_own(compiled.devices[buffer.place]):
-            array = carried.get(spot)
+        name, place = _name(compiled.traced.graph, buffer), buffer.place
+        array = there[name].get(place)
+        if array is None and is_own(compiled.devices[place]):
+            array = carried.get((name, place))
             if array is None:
-                value = constants[buffer.value.index] if is_constant else anywhere[spot[0]]
+                # All copies of a value are equal, so any can be the source. Constants have none.
+                sources = [copy for copy in there[name].values() if copy is not None]
+                value = sources[0] if sources else constants[buffer.value.index]
                 array = compiled.placing.put(value, buffer)
-            copied[buffer.place] += buffer.bytes
+            copied[place] += buffer.bytes
         arrays.append(array)
     return arrays, copied
 
 
 def _carried(
-    session: Engine, compiled: CompiledPlan, there: Mapping[_Spot, jax.Array | None]
-) -> dict[_Spot, jax.Array | None]:
+    session: Engine, compiled: CompiledPlan, there: _Copies
+) -> dict[tuple[_Name, int], jax.Array | None]:
     """Copies arrays from other processes to those devices of this process that read them.
 
     A layer may run on another stage than the stage that holds its parameters, for instance if the
@@ -327,26 +322,26 @@ def _carried(
     Args:
         session: the session of the training.
         compiled: the function.
-        there: all arrays of the training; None for an array that only another process has.
+        there: all arrays of the training.
+
+    Returns:
+        The arrays by name and place.
     """
     hosts = session.settings.hosts
     if hosts is None:
         return {}
     process = [device.process_index for device in session.settings.devices]
-    holders = defaultdict[_Name, list[int]](list)  # places, by name
-    for name, place in there:
-        holders[name].append(place)
     copies = list[Carried]()
-    spots = list[_Spot]()
+    spots = list[tuple[_Name, int]]()
     arrays = list[jax.Array | None]()
     for buffer in compiled.persistent:
         name = _name(compiled.traced.graph, buffer)
-        places = holders.get(name, ())
+        places = list(there.get(name, ()))
         # Every process knows the places of all arrays, so all processes find the same copies.
         if places and process[buffer.place] not in {process[place] for place in places}:
             copies.append(compiled.carried(buffer, process[places[0]]))
             spots.append((name, buffer.place))
-            arrays.append(there[name, places[0]])
+            arrays.append(there[name][places[0]])
     return dict(zip(spots, hosts.carry(copies, arrays), strict=True)) if copies else {}
 
 

@@ -72,15 +72,17 @@ class ModelPlanner:
         cutter: cuts the optimizer for the layers of a trace.
         leaves: by name, objects that make the parameters or put them on devices. The memory that
             this takes counts, too.
+        finer: also try plans with some layers cut in two.
     """
 
     settings: Settings
     bench: Bench
     cutter: OptimizerCutter
     leaves: Mapping[Name, Leaf]
+    finer: bool
     _checked: list[CompiledPlan] = field(default_factory=list)
 
-    def plan(self, traced: Traced, *, finer: bool) -> Chosen:
+    def plan(self, traced: Traced) -> Chosen:
         """Makes a plan, unless the user gives one, and compiles it.
 
         Under a limit, a plan with the optimizer's state on the devices is made first. A
@@ -89,7 +91,6 @@ class ModelPlanner:
 
         Args:
             traced: the model, with whole layers.
-            finer: also try plans with some layers cut in two.
 
         Raises:
             ValueError: there are more stages than layers, or the given plan does not fit.
@@ -97,35 +98,33 @@ class ModelPlanner:
         """
         # The bytes of state that may lie on the host; empty if none may.
         sizes = self._may_leave(traced)
-        if not sizes:
-            return self._planned(traced, finer=finer)
-
         try:
-            kept = self._planned(traced, finer=finer)
+            kept = self._planned(traced)
         except MemoryLimitExceeded:
-            kept = None
-        if kept is None:
-            return self._state_away(traced, sizes, finer=finer)
+            if not sizes:
+                raise
+            return self._state_away(traced, sizes)
+        if not sizes:
+            return kept
         assert kept.planned is not None
         if not pays_for_room(kept.planned):
             return kept
         try:
-            away = self._state_away(traced, sizes, finer=finer)
+            away = self._state_away(traced, sizes)
         except MemoryLimitExceeded:
             return kept
         return away if _step_s(away) < _step_s(kept) else kept
 
-    def plan_together(self, traced: Traced, *, finer: bool) -> Chosen:
+    def plan_together(self, traced: Traced) -> Chosen:
         """Plans as `plan` does; if there are several processes, the first measures and decides.
 
         Args:
             traced: the model, with whole layers; equal in all processes.
-            finer: also try plans with some layers cut in two.
         """
         settings = self.settings
         hosts = settings.hosts
         if hosts is None or isinstance(settings.stages, Plan):
-            return self.plan(traced, finer=finer)
+            return self.plan(traced)
         planner = self
         # All processes take part in measuring the link, before the first process decides.
         if find_planner(settings.planner).asks_seconds:
@@ -134,14 +133,13 @@ class ModelPlanner:
         decided: list[Chosen] = []
 
         def planned() -> str:
-            decided.append(planner.plan(traced, finer=finer))
+            decided.append(planner.plan(traced))
             return json.dumps(decided[0].compiled.plan.to_json())
 
         plan = Plan.from_json(json.loads(hosts.decided("plan", planned)))
         if decided:
             return decided[0]
-        with_plan = replace(planner, settings=replace(settings, stages=plan))
-        return with_plan.plan(traced, finer=finer)
+        return replace(planner, settings=replace(settings, stages=plan)).plan(traced)
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
         """Counts the bytes of each parameter's state; empty if the planner must not move state."""
@@ -153,24 +151,23 @@ class ModelPlanner:
         host = settings.host_limit_bytes
         return sizes if host is None or sum(sizes.values()) < host else {}
 
-    def _state_away(self, traced: Traced, sizes: Mapping[str, int], *, finer: bool) -> Chosen:
+    def _state_away(self, traced: Traced, sizes: Mapping[str, int]) -> Chosen:
         """Plans with optimizer state on the host, except the part that the devices can hold."""
         host = self.settings.host_limit_bytes
         # Host memory that the state takes is not available for swapped values.
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
-        chosen = replace(self, settings=settings)._planned(traced, finer=finer)
+        chosen = replace(self, settings=settings)._planned(traced)
         compiled, limits = chosen.compiled, settings.limits
         traced, plan = compiled.traced, compiled.plan
         room = room_left(plan, self._held_bytes(traced, plan), limits)
         plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
         # The returned state may move the peak to another row, so the bytes are counted again.
-        still_left = room_left(plan, self._held_bytes(traced, plan), limits)
-        if min(still_left.values()) < 0:
+        if min(room_left(plan, self._held_bytes(traced, plan), limits).values()) < 0:
             return chosen
         return chosen._replace(compiled=self._to_run(traced, plan))
 
-    def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
+    def _planned(self, traced: Traced) -> Chosen:
         """Plans with the optimizer's state on the devices or the host, as the settings say."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
@@ -178,7 +175,7 @@ class ModelPlanner:
             traced = split_as_planned(traced, plan.splits)
             return Chosen(self._compiled(traced, self._with_user_fates(traced, plan)))
         if settings.shares:
-            return self._shared(traced, finer=finer)
+            return self._shared(traced)
         assert settings.stages is not None
         chooses = not find_planner(settings.planner).as_paper
         splitter = self._splitter()
@@ -188,9 +185,9 @@ class ModelPlanner:
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
         # The user's fates name values of whole layers. With such fates, layers are not cut in two
         # to keep a limit.
-        limited = chooses and bool(settings.limits) and not settings.fates
+        limited = chooses and settings.limits and not settings.fates
         # Under "auto", the order of tasks compensates for uneven stages: finer cuts are not tried.
-        finer = chooses and finer and settings.schedule != AUTO
+        finer = chooses and self.finer and settings.schedule != AUTO
         question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
         if best is None:
@@ -204,7 +201,7 @@ class ModelPlanner:
                 self.bench.archive.keep(list(map(float, best.traced.splits)), *question)
         return Chosen(self._to_run(best.traced, best.planned.plan), best.planned)
 
-    def _shared(self, traced: Traced, *, finer: bool) -> Chosen:
+    def _shared(self, traced: Traced) -> Chosen:
         """Decides how many devices each stage has; plans as usual if each has one."""
         settings, schedule = self.settings, self.settings.schedule
         everybody = tuple(range(len(settings.devices)))
@@ -219,9 +216,9 @@ class ModelPlanner:
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
         of_stages = [order[schedule.device_of(s, n)] for s in range(schedule.stages_on(n))]
-        places = map(settings.devices.index, of_stages)
-        alone = replace(settings, stages=n, places=tuple(places), shares=False)
-        return replace(self, settings=alone)._planned(traced, finer=finer)._replace(shape=shape)
+        places = tuple(map(settings.devices.index, of_stages))
+        alone = replace(settings, stages=n, places=places, shares=False)
+        return replace(self, settings=alone)._planned(traced)._replace(shape=shape)
 
     def cut(self, traced: Traced) -> OptimizerCut:
         """Cuts the optimizer for the layers of a trace."""
@@ -234,16 +231,16 @@ class ModelPlanner:
         process, so with seconds in the key a model would never find its cuts.
         """
         settings = self.settings
+        structures = [body.structure for body in traced.bodies]
         # A dict keeps the kinds of layers in order of appearance.
-        kinds = dict.fromkeys(body.structure for body in traced.bodies)
-        numbers = {kind: number for number, kind in enumerate(kinds)}
-        of_layers = [numbers[body.structure] for body in traced.bodies]
-        model = (traced.graph, list(kinds), of_layers)
+        kinds = list(dict.fromkeys(structures))
+        of_layers = list(map(kinds.index, structures))
         # `remeasure` only decides whether old measurements are used, so it is not part of the key.
         options = option_parts(replace(settings, remeasure=False))
         update = self.cutter.lines(traced.graph, settings.schedule)
-        texts = map(without_addresses, map(repr, (options, *model, update)))
-        return "splits", surroundings(first_of(settings.devices[0])), *texts
+        texts = map(repr, (options, traced.graph, kinds, of_layers, update))
+        device = first_of(settings.devices[0])
+        return "splits", surroundings(device), *map(without_addresses, texts)
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
         """Plans with cuts inside layers that an earlier process chose; None if none can be used."""
@@ -297,8 +294,7 @@ class ModelPlanner:
                 return compiled
         compiled = self._compiled(traced, plan)
         if self.settings.hosts is not None:
-            stand_in = next(filter(is_own, self.settings.devices))
-            compiled = replace(compiled, stand_in=stand_in)
+            compiled = replace(compiled, stand_in=next(filter(is_own, self.settings.devices)))
         self._checked.append(compiled)
         return compiled
 
@@ -306,8 +302,8 @@ class ModelPlanner:
         warmup = None
         if self.settings.schedule.warmup_updates:  # an asynchronous run begins synchronously
             warmup = self.cutter.cut(traced.graph, ONE_F_ONE_B)
-        cuts = self.cut(traced), warmup
-        return compile_plan(self.settings, self.bench.store, traced, plan, *cuts)
+        cut = self.cut(traced)
+        return compile_plan(self.settings, self.bench.store, traced, plan, cut, warmup)
 
     def _splitter(self) -> Splitter:
         device = first_of(self.settings.devices[0])
@@ -321,10 +317,9 @@ class ModelPlanner:
                 halves: the same model with the two halves in place of the layer.
             """
             store = self.bench.store
-            updates = self.cut(whole), layer, self.cut(halves)
-            if not same_bits(store, device, whole, layer, halves):
-                return False
-            return same_update(store, device, *updates)
+            return same_bits(store, device, whole, layer, halves) and same_update(
+                store, device, self.cut(whole), layer, self.cut(halves)
+            )
 
         return Splitter(accelerator_of(device), keeps_bits)
 

@@ -1,7 +1,7 @@
 """The settings of a pipeline, and a class that cuts its optimizer into one piece per layer."""
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -205,12 +205,8 @@ class OptimizerCutter:
     settings: Training
     params: Any
     stacks: Stacks
-    _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(
-        default_factory=dict, repr=False
-    )
-    _cuts: dict[tuple[_Readers, _Readers, int | None], OptimizerCut] = field(
-        default_factory=dict, repr=False
-    )
+    _traced: dict[Hashable, TracedOptimizer] = field(default_factory=dict, repr=False)
+    _cuts: dict[Hashable, OptimizerCut] = field(default_factory=dict, repr=False)
 
     @cached_property
     def frozen(self) -> frozenset[int]:
@@ -295,19 +291,17 @@ class OptimizerCutter:
             freeze(traced, frozen)
             raise
         left = freeze(traced, found)
-        graph = left.graph
-        trained = graph.trained(range(len(graph.parameters)))
-        warn_of_statistics([graph.parameters[p].array.name for p in trained])
+        parameters = left.graph.parameters
+        trained = left.graph.trained(range(len(parameters)))
+        warn_of_statistics([parameters[p].array.name for p in trained])
         return left
 
     def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
         """Returns the traced optimizer as lines; equal lines mean equal states and updates."""
         traced = self._trace(*self._sums(graph, schedule))
-        parts = {"update": traced.update, "init": traced.init}
         lines: list[str] = []
-        for name, closed in parts.items():
-            of_part = jaxpr_lines(closed.jaxpr, closed.consts)
-            lines += [f"{name}: {line}" for line in of_part]
+        for name, closed in (("update", traced.update), ("init", traced.init)):
+            lines += [f"{name}: {line}" for line in jaxpr_lines(closed.jaxpr, closed.consts)]
         return lines
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
@@ -320,13 +314,12 @@ class OptimizerCutter:
         return readers, None if graph.weighted else schedule.period(self.settings.microbatches)
 
     def _trace(self, readers: _Readers, microbatches: int | None) -> TracedOptimizer:
-        params, key = abstract(self.params), (readers, microbatches)
+        key = readers, microbatches
         if key not in self._traced:
             self._traced[key] = trace_stacked(
                 self.settings.optimizer,
-                params,
-                readers,
-                microbatches,
+                abstract(self.params),
+                *key,
                 grad_norm=self.settings.grad_norm,
                 stacks=self._seen,
                 frozen=self.frozen,
