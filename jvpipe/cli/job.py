@@ -5,16 +5,15 @@ processes. If a process fails in `together`, or if its values in `agree` differ 
 another process, all processes raise an error.
 """
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -112,8 +111,9 @@ class Job:
         The next step must wait if the state of this one is evaluated or saved, or if the search
         changes the architecture.
         """
-        ends_architecture = self.search is not None and step % self.search.steps == 0
-        return self.evaluates(step) or self.saves(step) or ends_architecture
+        if self.search is not None and step % self.search.steps == 0:
+            return True
+        return self.evaluates(step) or self.saves(step)
 
     def evaluates(self, step: int) -> bool:
         """Tells whether the state after a step is to be evaluated on the held-out batches."""
@@ -182,37 +182,29 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
     return job, state
 
 
-class _RunRequest(NamedTuple):
-    """The options and the plan of a run, from its command line and its folder.
+def _asked(
+    options: TrainOptions,
+) -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
+    """Reads the folder of a resumed run and the file of `--plan`; completes the options.
 
-    Attributes:
-        options: the options of the run, with its stages, micro-batches and schedule.
-        before: the entries of config.json of a resumed run; the default options for a new run.
-        plan: the plan of `--plan` or of the folder; None if a planner must make one.
-        from_file: whether the plan comes from `--plan`.
+    Returns:
+        The options of the run, with its stages, micro-batches and schedule; the entries of
+        config.json of a resumed run, or the default options; the plan of `--plan` or of the folder,
+        or None if a planner must make one; and whether the plan comes from `--plan`.
     """
-
-    options: TrainOptions
-    before: Mapping[str, Any]
-    plan: jvpipe.Plan | None
-    from_file: bool
-
-
-def _asked(options: TrainOptions) -> _RunRequest:
-    """Reads the folder of a resumed run and the file of `--plan`; completes the options."""
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
-    before = resumed.read_config() if resumed else dataclasses.asdict(TrainOptions())
-    by_name = dataclasses.asdict(options)
+    before = resumed.read_config() if resumed else asdict(TrainOptions())
+    by_name = asdict(options)
     plan = from_file = given_plan(by_name, before)
     if resumed and not from_file:
         plan = kept_plan(resumed.plan, by_name, before)
     options = replace(options, microbatches=options.microbatches or USUAL_MICROBATCHES)
     if plan is None:
-        return _RunRequest(replace(options, stages=options.stages_asked), before, None, False)
+        return replace(options, stages=options.stages_asked), before, None, False
     schedule = find_schedule(plan.schedule or options.schedule)
     stages = options.stages if options.shares else pipeline_length(plan, schedule)
     options = replace(options, stages=stages, schedule=schedule.name)
-    return _RunRequest(options, before, plan, from_file is not None)
+    return options, before, plan, from_file is not None
 
 
 def _start(
@@ -406,8 +398,7 @@ def keep_compiled() -> None:
     """Makes JAX store compiled programs in the user's cache folder, for the next start."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = caches / "jvpipe" / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_dir", str(caches / "jvpipe" / "compiled"))
     # By default, JAX stores only programs that took long to compile. The program of a layer takes
     # little time, but a model has many of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import math
 import sys
 import traceback
@@ -27,7 +26,7 @@ from jvpipe import models
 from jvpipe.models.fields import with_fields
 from jvpipe.models.recipe import Recipe
 from jvpipe.models.user_batches import UserBatches
-from jvpipe.session.arguments import check_loss, whole_number
+from jvpipe.session.arguments import check_loss, misfit_of, whole_number
 from jvpipe.trace.batches import shapes_of
 from jvpipe.trace.leaves import abstract
 from jvpipe.util.brief import brief, first_line
@@ -284,13 +283,8 @@ def _check_call(name: str, function: Any, arguments: tuple[str, ...]) -> None:
     call = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise ValueError(f"{call} should be a function, but it is {function!r}")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as problem:
+    if misfit := misfit_of(function, arguments):
+        signature, problem = misfit
         raise ValueError(f"{name}{signature} must accept the call {call}: {problem}") from problem
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, replace
 from ipaddress import ip_address
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,20 +90,15 @@ def _merged(ours: StepMetrics, measured: Sequence[tuple[Mapping[str, Any], Busy]
     for name, join_numbers in _JOINED.items():
         present = [line[name] for line in lines if line[name] is not None]
         numbers[name] = join_numbers(present) if present else None
-    all_work = Busy(
-        sum(busy.seconds for busy in work),
-        max(busy.elapsed_s for busy in work),
-        sum(busy.devices for busy in work),
-    )
-    peaks = [line["peak_bytes"] for line in lines]
+    seconds, elapsed_s, devices = zip(*work, strict=True)
     busy_fraction: dict[str, float] = {}  # each process measures the work of its own devices
     for line in lines:
         busy_fraction |= line["busy_fraction"]
     return replace(
         ours,
         **numbers,
-        bubble_fraction=all_work.bubble_fraction,
-        peak_bytes={name: max(peak[name] for peak in peaks) for name in ours.peak_bytes},
+        bubble_fraction=Busy(sum(seconds), max(elapsed_s), sum(devices)).bubble_fraction,
+        peak_bytes={name: max(x["peak_bytes"][name] for x in lines) for name in ours.peak_bytes},
         busy_fraction=busy_fraction,
     )
 
@@ -120,17 +115,12 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     mine = [list(map(astuple, picture.spans)), picture.levels, picture.hops]
     answers = hosts.exchange_json("timeline", mine)
     all_spans, all_levels, all_hops = map(chain.from_iterable, zip(*answers, strict=True))
+    # In the JSON list of a span, the kind is a text.
     return Picture(
-        tuple(map(_span, all_spans)),
-        tuple(Level(*row) for row in all_levels),
-        tuple(Hop(*row) for row in all_hops),
+        tuple(Span(*times, Kind(kind), args) for *times, kind, args in all_spans),
+        tuple(starmap(Level, all_levels)),
+        tuple(starmap(Hop, all_hops)),
     )
-
-
-def _span(row: Sequence[Any]) -> Span:
-    """Returns a span from its JSON list, in which the kind is a text."""
-    device, name, start_s, end_s, kind, args = row
-    return Span(device, name, start_s, end_s, Kind(kind), args)
 
 
 # The functions below connect the processes of a run, watch them during training, and end them.
@@ -158,11 +148,10 @@ def join(options: TrainOptions) -> Hosts:
     where, farewell = met
     # JAX does not report which process it waits for, so the message names all other processes.
     processes = range(options.num_processes or 0)
-    others = [f"process {i}" for i in processes if i != options.process_id]
-    awaited = " or ".join(others) or "the others"
+    others = " or ".join(f"process {i}" for i in processes if i != options.process_id)
     # `_given_up_after` ends the process first, with a clearer message than JAX's.
     jax_timeout_s = round(options.host_timeout) + 60
-    with _given_up_after(options.host_timeout, awaited):
+    with _given_up_after(options.host_timeout, others or "the others"):
         try:
             jax.distributed.initialize(
                 **where,
@@ -224,14 +213,14 @@ def _meeting(options: TrainOptions, secret: bytes) -> Met | None:
     if process:
         attendance = Attendance(plain_host, port, process, agreed)
         own_port = attendance.wait(options.host_timeout)
-        address, farewell = {"coordinator_address": f"{host}:{own_port}"}, attendance.end
+        where, farewell = {"coordinator_address": f"{host}:{own_port}"}, attendance.end
     else:
         here = options.host_address or plain_host
-        address, farewell = _opened(here, port, count, agreed, options.host_timeout)
+        where, farewell = _opened(here, port, count, agreed, options.host_timeout)
     if count == 1:
         return None
-    numbers = {"process_id": process, "num_processes": count}
-    return address | numbers | {"cluster_detection_method": "deactivate"}, farewell
+    where |= {"process_id": process, "num_processes": count}
+    return where | {"cluster_detection_method": "deactivate"}, farewell
 
 
 def _opened(host: str, port: int, count: int, agreed: Given, timeout_s: float) -> Met:
@@ -285,8 +274,8 @@ def _model_file(model: str) -> tuple[str, str]:
     """
     file = Path(model.rpartition(":")[0])
     is_file = file.suffix == ".py" and file.is_file()
-    name = "the digest of --model's file"
-    return name, digest(file.read_text(errors="replace")) if is_file else ""
+    found = digest(file.read_text(errors="replace")) if is_file else ""
+    return "the digest of --model's file", found
 
 
 @contextmanager

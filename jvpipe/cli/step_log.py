@@ -62,8 +62,10 @@ class StepLog:
         self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
     ) -> None:
         self._job, self._stop, self._speech = job, stop, speech
-        self._numbers, self.clock = StepNumbers(job), Clock()
+        self.clock = Clock()
         self._dispatched: Done | None = None  # a step that is not yet logged
+        # The model for which the ideal seconds were last computed, and those seconds.
+        self._ideal: tuple[Traced | None, float | None] = None, None
         writes = job.hosts.process == 0
         self._file = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
         self._trackers: list[Tracker] = []
@@ -120,8 +122,7 @@ class StepLog:
         ours: Own | None = None
         if done is not None:
             measured = self._job.pipe.session.measured(before=before)
-            metrics = self._numbers.of(done, measured, self.clock.lap_s())
-            ours = metrics, chrome_trace.busy(measured.spans)
+            ours = self._own(done, measured, self.clock.lap_s())
         signum, line = shared(hosts or self._job.hosts, self._stop.signum, ours)
         if line is not None and self._file is not None:
             elapsed_s = self._file.elapsed_s + self.clock.elapsed_s()
@@ -132,26 +133,8 @@ class StepLog:
             self._speech.step(line, rows_by_device(self._job.pipe))
         return signum
 
-
-def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
-    """Yields the trackers of --track, such as TensorBoard; they close when `opened` is closed."""
-    run = TrackedRun(job.run.path, kept_options(job.options), first)
-    for name in dict.fromkeys(job.options.track):
-        tracker = find_tracker(name)(run)
-        opened.callback(tracker.close)
-        yield tracker
-
-
-class StepNumbers:
-    """A reader of the metrics of steps, as this process measures them."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        # The model for which the ideal seconds were last computed, and those seconds.
-        self._ideal: tuple[Traced | None, float | None] = None, None
-
-    def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:
-        """Returns the metrics of a step, after waiting for its end.
+    def _own(self, done: Done, measured: Measured, seconds: float) -> Own:
+        """Returns the measurements of this process, after waiting for the end of a step.
 
         Args:
             done: the step.
@@ -159,8 +142,8 @@ class StepNumbers:
             seconds: the seconds that the step took.
         """
         job, ledger = self._job, self._job.pipe.ledger
-        ideal = self._ideal_s()
-        return StepMetrics(
+        ideal, busy = self._ideal_s(), chrome_trace.busy(measured.spans)
+        metrics = StepMetrics(
             step=done.step,
             loss=float(done.metrics["loss"]),
             # An asynchronous step has several updates, of which the last one's rate is logged.
@@ -168,7 +151,7 @@ class StepNumbers:
             grad_norm=float(done.metrics.get("grad_norm", math.nan)),
             seconds=seconds,
             examples_per_s=done.examples / seconds,
-            bubble_fraction=chrome_trace.busy(measured.spans).bubble_fraction,
+            bubble_fraction=busy.bubble_fraction,
             busy_fraction=chrome_trace.busy_fractions(measured.spans),
             peak_bytes={str(device): peak for device, peak in ledger.peak_bytes.items()},
             staleness=ledger.versions.staleness(sum(job.pipe.plan.cuts)),
@@ -181,17 +164,26 @@ class StepNumbers:
             aux=scalars_in(done.metrics.get("aux", ())),
             architecture=tuple(done.architecture),
         )
+        return metrics, busy
 
     def _ideal_s(self) -> float | None:
         """Returns the seconds of a step at the devices' peak rates; None if a rate is unknown."""
         session = self._job.pipe.session
-        traced = session.compiled.traced
+        traced, settings = session.compiled.traced, session.settings
         if traced is not self._ideal[0]:
-            settings = session.settings
             kinds = [device.device_kind for device in set(settings.devices)]
             # The computation visits every equation, so it runs only when the model has changed.
             self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
         return self._ideal[1]
+
+
+def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
+    """Yields the trackers of --track, such as TensorBoard; they close when `opened` is closed."""
+    run = TrackedRun(job.run.path, kept_options(job.options), first)
+    for name in dict.fromkeys(job.options.track):
+        tracker = find_tracker(name)(run)
+        opened.callback(tracker.close)
+        yield tracker
 
 
 _TOKENS = ("tokens", "input_ids", "inputs")

@@ -28,23 +28,23 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
     >>> trace["traceEvents"][-1]["ts"], trace["traceEvents"][-1]["dur"]
     (0.0, 500000.0)
     """
-    spans = picture.spans
-    devices = sorted_devices(span.device for span in spans)
-    rows = {device: row for row, device in enumerate(devices)}
-    origin_s = min((span.start_s for span in spans), default=0.0)
+    spans = sorted(picture.spans, key=lambda span: span.start_s)
+    origin_s = spans[0].start_s if spans else 0.0
 
     def at(seconds: float) -> float:
         return (seconds - origin_s) * 1e6
 
     events = [_metadata("process_name", 0, name="jvpipe")]
-    for device, row in rows.items():
+    rows = dict[str, int]()
+    for row, device in enumerate(sorted_devices(span.device for span in picture.spans)):
+        rows[device] = row
         events += [
             _metadata("thread_name", row, name=device),
             _metadata("thread_sort_index", row, sort_index=row),
         ]
     # The letter `ph` is the kind of an event: X for a box, C for a counter, s and f for the start
     # and end of an arrow.
-    for span in sorted(spans, key=lambda span: span.start_s):
+    for span in spans:
         box = {
             "ph": "X",
             "pid": 0,
@@ -58,8 +58,7 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
         events.append(box)
     for place, at_s, size in picture.levels:
         # Bytes held since before the first span are shown at its start.
-        start = max(0.0, at(at_s))
-        counted = {"name": f"{place} bytes", "ts": start, "args": {"bytes": size}}
+        counted = {"name": f"{place} bytes", "ts": max(0.0, at(at_s)), "args": {"bytes": size}}
         events.append({"ph": "C", "pid": 0, **counted})
     for number, ends in enumerate(_whole_hops(picture.hops)):
         for hop in ends:

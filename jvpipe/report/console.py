@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.util.sizes import format_bytes
@@ -104,14 +105,18 @@ def device_rows(metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> Table:
         metrics: the metrics of a step.
         places: the devices by name, in the order of their rows.
     """
-    table = Table(box=None, pad_edge=False)
-    table.add_column("device", no_wrap=True, max_width=16)
-    table.add_column("layers", no_wrap=True, max_width=20)
-    for title in ("peak", "limit"):
-        table.add_column(title, no_wrap=True, justify="right")
-    table.add_column("", width=_BAR)
-    table.add_column("busy", no_wrap=True, justify="right")
-    table.add_column("", width=_BAR)
+    number = partial(Column, no_wrap=True, justify="right")
+    table = Table(
+        Column("device", no_wrap=True, max_width=16),
+        Column("layers", no_wrap=True, max_width=20),
+        number("peak"),
+        number("limit"),
+        Column(width=_BAR),
+        number("busy"),
+        Column(width=_BAR),
+        box=None,
+        pad_edge=False,
+    )
     for name, (layers, limit) in places.items():
         # A device to which layers have just moved may have no numbers yet.
         peak = metrics.peak_bytes.get(name, 0)

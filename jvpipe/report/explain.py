@@ -38,24 +38,28 @@ def explain(
     shape = f"{len(graph.layers)} layers on {len(plan.stages)} stages"
     lines = [f"{shape}, schedule {plan.schedule}, planner {plan.planner}: {why}."]
     for s, stage in enumerate(plan.stages):
-        place = f"stage {s} on {_names(devices, stage)}"
-        load = _load(graph, stage, layer_s)
         # Replicas of a stage usually have equal peaks, which are written once.
         stage_peaks = "\n  ".join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))
-        lines.append(f"\n{place}: layers {_range(stage)}, {load}; {stage_peaks}")
+        lines.append(
+            f"\nstage {s} on {_names(devices, stage)}: layers {_range(stage)}, "
+            f"{_load(graph, stage, layer_s)}; {stage_peaks}"
+        )
         for layer in stage.layers:
-            fates = _fates(graph, layer, stage)
-            lines.append(f"  {_layer_line(graph, layer, layer_s)}{fates}")
+            lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage)}")
     if reasons:
         lines += ["", *reasons]
     for parameter in graph.tied():
-        name, readers = parameter.array.name, ", ".join(map(str, parameter.readers))
-        tie = f"layers {readers} read it, layer {parameter.owner} owns it"
-        lines.append(f"\nparameter '{name}' is tied: {tie}")
+        readers = ", ".join(map(str, parameter.readers))
+        lines.append(
+            f"\nparameter '{parameter.array.name}' is tied: layers {readers} read it, "
+            f"layer {parameter.owner} owns it"
+        )
     for tensor in graph.skips():
-        name, readers = tensor.array.name, ", ".join(map(str, tensor.readers))
-        way = f"skips from layer {tensor.producer} to {readers}, sent straight"
-        lines.append(f"tensor '{name}' {way}")
+        readers = ", ".join(map(str, tensor.readers))
+        lines.append(
+            f"tensor '{tensor.array.name}' skips from layer {tensor.producer} to {readers}, "
+            "sent straight"
+        )
     return "\n".join(lines)
 
 
@@ -74,8 +78,8 @@ def stage_lines(
     for s, stage in enumerate(plan.stages):
         peak_sizes = [peak.bytes for d in stage.devices if (peak := peaks[d])]
         largest = format_bytes(max(peak_sizes)) if peak_sizes else "known elsewhere"
-        where, holds = _names(devices, stage), _parameters(graph, stage)
-        rows.append((s, where, _range(stage), holds, largest))
+        row = s, _names(devices, stage), _range(stage), _parameters(graph, stage), largest
+        rows.append(row)
     return columns(rows)
 
 
@@ -99,13 +103,9 @@ def _load(graph: LayerGraph, stage: Stage, layer_s: Sequence[float] | None) -> s
 
 def _parameters(graph: LayerGraph, stage: Stage) -> str:
     """Returns a text with the bytes of a stage's parameters, and of its frozen parameters."""
-    total = frozen = 0
-    for layer in stage.layers:
-        for p in graph.owned(layer):
-            parameter = graph.parameters[p]
-            total += parameter.array.bytes
-            frozen += parameter.array.bytes if parameter.frozen else 0
-    words = f"{format_bytes(total)} of parameters"
+    owned = [graph.parameters[p] for layer in stage.layers for p in graph.owned(layer)]
+    frozen = sum(parameter.array.bytes for parameter in owned if parameter.frozen)
+    words = f"{format_bytes(sum(parameter.array.bytes for parameter in owned))} of parameters"
     return f"{words} ({format_bytes(frozen)} frozen)" if frozen else words
 
 
@@ -125,8 +125,10 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
     layer = graph.layers[i]
     parameters = format_bytes(sum(graph.parameters[p].array.bytes for p in graph.owned(i)))
     candidates = format_bytes(sum(candidate.bytes for candidate in layer.candidates))
-    sizes = f"{parameters:>11} parameters {candidates:>11} candidates"
-    line = f"layer {i:>3} {graph.label(layer):<36} {sizes}"
+    line = (
+        f"layer {i:>3} {graph.label(layer):<36} "
+        f"{parameters:>11} parameters {candidates:>11} candidates"
+    )
     return f"{line}  {1e3 * layer_s[i]:8.3f} ms" if layer_s else line
 
 
@@ -140,9 +142,8 @@ def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
     names = [f"{graph.label(layer)}/{candidate.name}" for candidate in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     states = [graph.parameters[p].array.name for p in graph.owned(i)]
-    of_values = _fate_words("", names, stage.fates)
-    of_states = _fate_words("optimizer state of ", states, stage.state_fates)
-    return of_values + of_states
+    words = _fate_words("", names, stage.fates)
+    return words + _fate_words("optimizer state of ", states, stage.state_fates)
 
 
 def _fate_words(what: str, names: Sequence[str], fates: Mapping[str, Fate]) -> str:

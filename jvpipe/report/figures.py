@@ -1,6 +1,7 @@
 """Draws timelines as figures: the tasks of each device, and below them the bytes on each device."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -78,19 +79,9 @@ def timeline_figure(
     parts = [0.2 + sum(rows.values())]
     if curves:
         parts.append(_CURVES)
-    figure = Figure(
-        figsize=(_WIDTH, 0.9 + sum(parts)),
-        layout="constrained",
-        dpi=130,
-    )
+    figure = Figure(figsize=(_WIDTH, 0.9 + sum(parts)), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
-    grid = figure.subplots(
-        nrows=len(parts),
-        sharex=True,
-        squeeze=False,
-        height_ratios=parts,
-    )
-    axes = grid[:, 0]
+    axes = figure.subplots(len(parts), sharex=True, squeeze=False, height_ratios=parts)[:, 0]
     end_s = max((span.end_s for span in spans), default=1.0)
     _draw_rows(axes[0], spans, rows, end_s or 1.0)
     if curves:
@@ -112,8 +103,8 @@ def _curves(levels: Sequence[Level]) -> dict[str, _Curve]:
         # Bytes that were held before the first span are drawn from its start.
         times_s.append(max(0.0, at_s))
         sizes.append(held_bytes)
-    places = sorted(found, key=lambda place: place == _HOST)
-    return {place: found[place] for place in places if max(found[place][1])}
+    in_order = sorted(found.items(), key=lambda curve: curve[0] == _HOST)
+    return {place: (times_s, sizes) for place, (times_s, sizes) in in_order if max(sizes)}
 
 
 def _draw_rows(
@@ -135,19 +126,17 @@ def _draw_rows(
     bottoms = dict(zip(rows, -np.cumsum(list(rows.values())), strict=True))
     middles = {row: bottoms[row] + height / 2 for row, height in rows.items()}
     pt_per_s = _WIDTH * 72 * 0.9 / total_s  # rows take about 0.9 of the width
-    by_look: dict[tuple[str, str], list[_Box]] = {}
+    by_look = defaultdict[tuple[str, str], list[_Box]](list)
     for span in spans:
         low = bottoms[span.device] + _GAP
         high = bottoms[span.device] + rows[span.device] - _GAP
         left, right = span.start_s, span.end_s
         corners = [(left, low), (left, high), (right, high), (right, low)]
-        box = corners, (right - left) * pt_per_s
-        by_look.setdefault(KINDS[span.kind].look, []).append(box)
+        by_look[KINDS[span.kind].look].append((corners, (right - left) * pt_per_s))
     for device, label, start_s, end_s in _labels(spans):
         size = 7.5 if rows[device] == _DEVICE_ROW else 5.5
         # A digit is about 0.6 times as wide as the font's size.
-        label_pt = size * (0.6 * len(label) + 0.3)
-        if (end_s - start_s) * pt_per_s > label_pt:
+        if (end_s - start_s) * pt_per_s > size * (0.6 * len(label) + 0.3):
             axes.text(
                 (start_s + end_s) / 2,
                 middles[device],
@@ -166,8 +155,7 @@ def _draw_rows(
     axes.spines[:].set_visible(False)
     # The legend has the order of `KINDS`, not the order in which kinds were first drawn.
     looks = dict.fromkeys(info.look for info in KINDS.values())
-    drawn = [look for look in looks if look in by_look]
-    _legend(axes, [Patch(color=color, label=name) for name, color in drawn])
+    _legend(axes, [Patch(color=look[1], label=look[0]) for look in looks if look in by_look])
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
@@ -193,28 +181,15 @@ def _draw_boxes(axes: Axes, color: str, boxes: Sequence[_Box]) -> None:
 
     Narrow boxes are drawn on top, because the white edges of their neighbors would hide them.
     """
-    wide: list[_Corners] = []
-    thin: list[_Corners] = []
-    edges_pt: list[float] = []
-    for corners, width_pt in boxes:
-        if width_pt > _THIN_PT:
-            wide.append(corners)
-        else:
-            thin.append(corners)
-            # An edge in the color of the box makes the box wide enough to see.
-            edges_pt.append(max(0.0, _SEEN_PT - width_pt))
-    wide_boxes = PolyCollection(
-        wide,
-        facecolors=color,
-        edgecolors="white",
-        linewidths=0.5,
-    )
-    axes.add_collection(wide_boxes)
+    wide = [corners for corners, width_pt in boxes if width_pt > _THIN_PT]
+    thin = [box for box in boxes if box[1] <= _THIN_PT]
+    axes.add_collection(PolyCollection(wide, facecolors=color, edgecolors="white", linewidths=0.5))
     thin_boxes = PolyCollection(
-        thin,
+        [corners for corners, _ in thin],
         facecolors=color,
         edgecolors=color,
-        linewidths=edges_pt,
+        # An edge in the color of the box makes the box wide enough to see.
+        linewidths=[max(0.0, _SEEN_PT - width_pt) for _, width_pt in thin],
         snap=False,  # snapping to pixels would put both sides of a narrow box on one pixel
         zorder=1.5,
     )
@@ -251,7 +226,9 @@ def _draw_curves(
     _draw_limits(axes, limits, colors, _MOST_ROOM * highest)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: _tick(size)))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda size, _: format_bytes(int(size)).replace(".00", ""))
+    )
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
@@ -266,25 +243,15 @@ def _draw_limits(
     A limit that all devices share is drawn once, in black. Other limits have the colors of their
     devices.
     """
-    is_shared = len(set(limits.values())) == 1
-    drawn = list(limits.items())
-    for place, limit in drawn[:1] if is_shared else drawn:
-        name = "limit" if is_shared else f"limit of {place}"
+    named = {f"limit of {place}": (limit, colors.get(place)) for place, limit in limits.items()}
+    if len(set(limits.values())) == 1:
+        named = {"limit": (max(limits.values()), None)}
+    for name, (limit, color) in named.items():
         label = f"{name}: {format_bytes(limit)}"
         if limit > highest:
             axes.plot([], [], " ", label=f"{label}, above")
-            continue
-        axes.axhline(
-            limit,
-            color="black" if is_shared else colors.get(place, "black"),
-            linestyle="--",
-            linewidth=1,
-            label=label,
-        )
-
-
-def _tick(size: float) -> str:
-    return format_bytes(int(size)).replace(".00", "")
+        else:
+            axes.axhline(limit, color=color or "black", linestyle="--", linewidth=1, label=label)
 
 
 def _binary_ticks(highest: float) -> MultipleLocator:

@@ -5,23 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from io import TextIOBase
+from typing import TextIO
 
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.util.sizes import format_bytes
-
-
-@runtime_checkable
-class Written(Protocol):
-    """A destination of text, such as a file."""
-
-    def write(self, text: str, /) -> Any:
-        """Takes text."""
-        ...
-
-    def flush(self) -> Any:
-        """Passes on the text that `write` has taken."""
-        ...
 
 
 class Lines:
@@ -40,7 +28,7 @@ class Lines:
 
     def __init__(
         self,
-        out: Written,
+        out: TextIO | TextIOBase,
         period_s: float = 5.0,
         silence_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -78,11 +66,10 @@ class Lines:
 
     def end(self, part: str) -> None:
         """Ends a part of the current work."""
-        names = [name for name, _ in self._doing]
-        if part in names:
+        places = [i for i, (name, _) in enumerate(self._doing) if name == part]
+        if places:
             # Parts may be nested, so the last one with this name ends.
-            from_end = names[::-1].index(part)
-            del self._doing[-1 - from_end]
+            del self._doing[places[-1]]
 
     def step(self, metrics: StepMetrics, total: int) -> None:
         """Writes a line for a step if it is the first or last, or if `period_s` have passed.
@@ -97,10 +84,10 @@ class Lines:
 
     def tell_silence(self) -> None:
         """Writes a line about the current work if no line was written for `silence_s`."""
-        now_s, last = self._clock(), self._doing[-1:]  # `end` may empty the list at any time
-        if now_s - self._said_s >= self._silence_s and last:
-            what, since_s = last[0]
-            self.say(f"{what}: {now_s - since_s:.0f} s so far")
+        now_s = self._clock()
+        if now_s - self._said_s >= self._silence_s:
+            for what, since_s in self._doing[-1:]:  # `end` may empty the list at any time
+                self.say(f"{what}: {now_s - since_s:.0f} s so far")
 
     def _watch(self) -> None:
         while not self._ended.wait(self._silence_s / 10):

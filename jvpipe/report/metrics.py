@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,8 +65,7 @@ class StepMetrics:
     def told(self) -> dict[str, Any]:
         """Returns the metrics that the run has, by name."""
         # A loss of 0 is a metric, but an empty mapping is not.
-        absent = (None, (), {})
-        return {name: value for name, value in asdict(self).items() if value not in absent}
+        return {name: value for name, value in asdict(self).items() if value not in (None, (), {})}
 
     def numbers(self) -> dict[str, int | float]:
         """Returns all numbers by name; entries of a mapping have names such as aux/accuracy.
@@ -120,9 +119,8 @@ class MetricsLog:
         kept = [line for line in lines if line["step"] <= resumed_step]
         self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
         # The lines of later steps are dropped here.
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        replace_text(path, text)
-        self._file: TextIO = path.open("a")
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a")
 
     def append(self, metrics: StepMetrics) -> None:
         """Appends the line of a step."""
@@ -151,9 +149,9 @@ def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
     if elapsed_s is None:
         return 0.0
     if type(elapsed_s) not in (int, float) or not 0 <= elapsed_s < MOST_S:
-        wrong = f"{path}: elapsed_s of step {brief(line['step'])} is {brief(elapsed_s)}"
         raise ValueError(
-            f"{wrong}, and should be a number of seconds: put it right, or take it out"
+            f"{path}: elapsed_s of step {brief(line['step'])} is {brief(elapsed_s)}, and should be "
+            "a number of seconds: put it right, or take it out"
         )
     return float(elapsed_s)
 

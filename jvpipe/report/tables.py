@@ -38,15 +38,13 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
     for s, stage in enumerate(stages):
         place, layers = str(s), stage["layers"]
         if shared:
-            devices = in_runs(stage["devices"])
-            place += f", on {stage['replicas']}: {devices}"
+            place += f", on {stage['replicas']}: {in_runs(stage['devices'])}"
         elif names:
             place += f", {names[s]}"
-        spans = [stage[f"{name}_s"] for name in seconds.values()]
         table.add_row(
             Text(place),  # a name is printed as it is
             f"{layers[0]} to {layers[-1]} ({len(layers)})",
-            *(f"{1e3 * span_s:.2f}" for span_s in spans),
+            *(f"{1e3 * stage[f'{name}_s']:.2f}" for name in seconds.values()),
             str(stage["in_flight"]),
             format_bytes(stage["peak_bytes"]),
             format_bytes(stage["host_bytes"]),

@@ -63,10 +63,10 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter
-        purged = run.first_step + 1 if run.first_step else None
-        begun = f".from-{run.first_step}"  # each start of the run writes its own file
         self._writer = SummaryWriter(
-            str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun
+            str(run.folder / "tensorboard"),
+            purge_step=run.first_step + 1 if run.first_step else None,
+            filename_suffix=f".from-{run.first_step}",  # each start of the run writes its own file
         )
 
     def log(self, step: int, metrics: Numbers) -> None:
@@ -164,11 +164,10 @@ class Trackio(_Sent):
     def __init__(self, run: TrackedRun) -> None:
         with extra("trackio"):
             trackio = importlib.import_module("trackio")
-        config = {name: value for name, value in run.config.items() if value is not None}
-        self._run: Any = trackio.init(
+        self._run = trackio.init(
             project=_PROJECT,
             name=run.folder.name,
-            config=config,
+            config={name: value for name, value in run.config.items() if value is not None},
             resume="allow",
             embed=False,
         )
@@ -236,8 +235,8 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         # A single value, such as a text, is looked up as one name.
-        listed: Sequence[Any] | None = several(names)
-        self._begin = [find_tracker(name) for name in ([names] if listed is None else listed)]
+        listed = several(names)
+        self._begin = list(map(find_tracker, [names] if listed is None else listed))
         self._folder, self._config = checked_path("folder", folder), dict(config or {})
         self._trackers: list[Tracker] | None = None
         # The step and metrics that were dispatched but not yet sent.

@@ -8,7 +8,7 @@ return the value in the form that the code after them needs.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -50,14 +50,10 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     if most is not None and is_whole(value) and value > most:
         raise ValueError(f"{name} must be a whole number of at most {most}, not {brief(value)}")
     if not is_whole(value) or value < least:
-        cuts = (
-            "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])"
-            if isinstance(value, (list, tuple))
-            else ""
-        )
-        raise ValueError(
-            f"{name} must be a whole number of at least {least}, not {brief(value)}{cuts}"
-        )
+        message = f"{name} must be a whole number of at least {least}, not {brief(value)}"
+        if isinstance(value, (list, tuple)):
+            message += "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])"
+        raise ValueError(message)
     return int(value)
 
 
@@ -104,8 +100,7 @@ def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
         raise ValueError(f"{name} must be some whole numbers, such as (2, 1), not {brief(value)}")
 
     def read(part: Any) -> Any:
-        is_number = isinstance(part, str) and part.strip().isdecimal()
-        return int(part) if is_number else part
+        return int(part) if isinstance(part, str) and part.strip().isdecimal() else part
 
     return tuple(whole_number(f"each of {name}", read(part)) for part in parts)
 
@@ -210,8 +205,10 @@ def checked_plan(plan: Any) -> Plan:
 def checked_stream(batches: Any, num_steps: Any) -> Iterator[Any]:
     """Returns an iterator over a stream, limited to `num_steps` batches unless this is None."""
     if isinstance(batches, Mapping) or not is_stream(batches):
-        kind = type(batches).__name__
-        raise ValueError(f"run takes a stream of batches, such as a list, not one {kind}: use step")
+        raise ValueError(
+            "run takes a stream of batches, such as a list, not one "
+            f"{type(batches).__name__}: use step"
+        )
     if num_steps is not None and not (is_whole(num_steps) and num_steps >= 0):
         raise ValueError(f"num_steps must be a whole number of at least 0, not {brief(num_steps)}")
     return islice(batches, num_steps)
@@ -220,23 +217,33 @@ def checked_stream(batches: Any, num_steps: Any) -> Iterator[Any]:
 def check_loss(loss_fn: Any, *, has_state: bool) -> None:
     """Raises ValueError if a loss cannot be called with the arguments that a pipeline passes."""
     names = ("params", "model_state", "batch", "rng") if has_state else ("params", "batch", "rng")
+    taken = ", ".join(names)
     if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise ValueError(f"the loss must be a function of ({taken}), not {_kind(loss_fn)}")
+    if misfit := misfit_of(loss_fn, names):
+        signature, error = misfit
         raise ValueError(
-            f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}"
-        )
-    try:
-        # The arguments are bound to the signature; the loss is not called.
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
-        return
-    try:
-        signature.bind(*names)
-    except TypeError as error:
-        called = ", ".join(names)
-        raise ValueError(
-            f"the loss {_called(loss_fn)}{signature} is called with ({called}), "
-            f"has_state={has_state}: {error}; wrap it, lambda {called}: ..."
+            f"the loss {_called(loss_fn)}{signature} is called with ({taken}), "
+            f"has_state={has_state}: {error}; wrap it, lambda {taken}: ..."
         ) from error
+
+
+def misfit_of(
+    function: Callable[..., Any], arguments: Sequence[str]
+) -> tuple[inspect.Signature, TypeError] | None:
+    """Returns a function's signature and the error if it does not take these arguments.
+
+    The arguments are bound to the signature; the function is not called.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return signature, error
+    return None
 
 
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
@@ -258,11 +265,9 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
 
 def check_key(rng: Any) -> None:
     """Raises ValueError unless `rng` is one random key, made by JAX's `key` or `PRNGKey`."""
-    cure = (
-        f": write jax.random.key({rng})"
-        if isinstance(rng, (int, np.integer))
-        else ", such as jax.random.key(0)"
-    )
+    cure = ", such as jax.random.key(0)"
+    if isinstance(rng, (int, np.integer)):
+        cure = f": write jax.random.key({rng})"
     if not isinstance(rng, (jax.Array, np.ndarray)):
         raise ValueError(f"rng must be a random key, not {_kind(rng)}{cure}")
     # A key of `PRNGKey` is an array of 32-bit words, whose shape depends on JAX's settings.
@@ -292,11 +297,8 @@ def _kind(value: Any) -> str:
 
 
 def _uncalled(value: Any) -> str:
-    return (
-        f": call it, {_called(value)}(...)"
-        if callable(value) and hasattr(value, "__name__")
-        else ""
-    )
+    is_named = callable(value) and hasattr(value, "__name__")
+    return f": call it, {value.__name__}(...)" if is_named else ""
 
 
 def _called(function: Any) -> str:
@@ -318,9 +320,9 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
     >>> checked_replicas("replicas", "2:1"), checked_replicas("replicas", "auto")
     ((2, 1), 'auto')
     """
-    if isinstance(replicas, str) and replicas == "auto":
-        return replicas
     is_text = isinstance(replicas, str)
+    if is_text and replicas == "auto":
+        return replicas
     if not any(map(str.isdigit, replicas)) if is_text else several(replicas) is None:
         raise ValueError(
             f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not "

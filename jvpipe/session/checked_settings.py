@@ -94,12 +94,9 @@ def place(
     used = distinct
     if devices is None:
         used = tuple(dict.fromkeys(offered[: sum(counts)]))
-    firsts = [0, *accumulate(counts)]
-    places = []
-    for stage in range(schedule.stages_on(stages)):
-        place = schedule.device_of(stage, stages)
-        places.append(used.index(offered[firsts[place]]))
-    return used, tuple(places)
+    firsts = [offered[at] for at in accumulate(counts[:-1], initial=0)]
+    each = range(schedule.stages_on(stages))
+    return used, tuple(used.index(firsts[schedule.device_of(s, stages)]) for s in each)
 
 
 def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares: bool) -> str:
@@ -109,11 +106,12 @@ def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares:
             f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {count}: "
             "use fewer replicas or stages"
         )
-    shared = ", or share devices by naming them more than once in devices="
-    return (
+    message = (
         f"{stages} stages need {stages} devices, there are {count}: use at most {count} stages"
-        f"{'' if shares else shared}"
     )
+    if not shares:
+        message += ", or share devices by naming them more than once in devices="
+    return message
 
 
 def _check_different(devices: Sequence[Device]) -> None:
@@ -149,23 +147,23 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
         ValueError: there are fewer stages than processes, or a process has too few devices.
     """
     processes = list(dict.fromkeys(device.process_index for device in devices))
-    if len(processes) == 1:
+    count = len(processes)
+    if count == 1:
         return tuple(devices)
-    if stages < len(processes):
+    if stages < count:
         raise ValueError(
-            f"{stages} stages are too few for {len(processes)} processes: use at least as "
-            "many stages, or fewer processes"
+            f"{stages} stages are too few for {count} processes: use at least as many stages, or "
+            "fewer processes"
         )
     # Blocks of consecutive stages make few tensors cross between processes.
-    count = len(processes)
     process_of = [processes[s * count // stages] for s in range(stages)]
     order = list[Device]()
     for process in processes:
         own = [device for device in devices if device.process_index == process]
         if len(own) < (block := process_of.count(process)):
             raise ValueError(
-                f"{stages} stages in blocks over {len(processes)} processes need {block} "
-                f"devices of process {process}: use fewer stages, or more processes"
+                f"{stages} stages in blocks over {count} processes need {block} devices of "
+                f"process {process}: use fewer stages, or more processes"
             )
         order += own[:block]
     return tuple(order)

@@ -117,8 +117,7 @@ def restore(session: Engine, path: str | Path) -> State:
         DamageError: a file of the checkpoint has changed or is missing.
         MemoryLimitExceeded: the run would exceed the limits.
     """
-    hosts = session.settings.hosts
-    saved = open_together(hosts, path)
+    saved = open_together(session.settings.hosts, path)
     saved.check_state()
     if not session.compiled_plans:
         _trace(session, path, saved.meta)
@@ -153,8 +152,7 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
 
 def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     """Raises ValueError unless the saved key has the same kind as the key of the trace."""
-    rng = session.trees.rng
-    ours = None
+    rng, ours = session.trees.rng, None
     if rng is not None:
         kind = KeyKind.of(rng)
         ours = [list(kind.shape), kind.impl]
@@ -183,20 +181,25 @@ def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledP
     # Each process reads only the arrays that it will hold.
     names = saving.own(0)
     leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(names)))
-    step, updates = int(meta["step"]), int(meta["updates"])
-    words = saved_words(meta)
-    state = session.place(session.compiled_plans, compiled, leaves, words, step, updates)
+    state = session.place(
+        session.compiled_plans,
+        compiled,
+        leaves,
+        saved_words(meta),
+        meta["step"],
+        meta["updates"],
+    )
     # The new ledger lacks the steps before the checkpoint, so it is complete only at step 0.
-    session.ledger.versions = VersionLedger(complete=step == 0)
+    session.ledger.versions = VersionLedger(complete=state.step == 0)
     return state
 
 
 def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> State:
     """Places the arrays of a state in flight, each on the device from which it was saved."""
-    hosts, meta, in_flight = session.settings.hosts, saved.meta, saved.meta["flight"]
-    stream_steps = int(in_flight["steps"])
+    meta, in_flight = saved.meta, saved.meta["flight"]
+    stream_steps = in_flight["steps"]
     names = Saving(compiled).own(stream_steps)
-    arrays = read_together(hosts, lambda: saved.read(names))
+    arrays = read_together(session.settings.hosts, lambda: saved.read(names))
     # Arrays go straight to their devices, so placing them takes no more memory than a step.
     session.reset(compiled, compiled.peaks)
     try:
@@ -205,6 +208,11 @@ def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> 
         raise ValueError(f"{saved.folder}: {problem}") from problem
     session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
     agree_on_rows(compiled)
-    model = session.compiled_plans.model_id
-    step, updates = int(meta["step"]), int(meta["updates"])
-    return State(placed, saved_words(meta), step, stream_steps, updates, model)
+    return State(
+        placed,
+        saved_words(meta),
+        meta["step"],
+        stream_steps,
+        meta["updates"],
+        session.compiled_plans.model_id,
+    )

@@ -260,11 +260,11 @@ class CompiledPlans:
 
     def _agree(self, traced: Traced, cutter: OptimizerCutter) -> None:
         """Checks that all processes have traced the same loss and optimizer."""
-        hosts, schedule = self.settings.hosts, self.settings.schedule
+        hosts = self.settings.hosts
         if hosts is None:
             return
         loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
-        optimizer = cutter.lines(traced.graph, schedule)
+        optimizer = cutter.lines(traced.graph, self.settings.schedule)
         parts = [("the loss", "\n".join(loss)), ("the optimizer", "\n".join(optimizer))]
         hosts.agree("what the processes train", parts)
 
@@ -283,9 +283,8 @@ class CompiledPlans:
         Groups take more memory, so layers are not grouped if groups would exceed a limit.
         """
         grouped = replace(compiled, grouped=True)
-        limits = Limits(self.settings.limits or None)
         try:
-            limits.check(grouped.peaks, self.settings.devices)
+            Limits(self.settings.limits or None).check(grouped.peaks, self.settings.devices)
         except MemoryLimitExceeded as error:
             _log.warning("layers stay apart, for in groups %s", error)
             return compiled
@@ -320,13 +319,11 @@ class CompiledPlans:
         """
         # Each compiled plan except the first refers to its predecessor, and has the number of the
         # micro-batch at which it replaced the predecessor.
-        earlier = self.current
-        for n, (start, plan) in enumerate(spans[:-1]):
-            earlier = self.with_plan(Plan.from_json(plan)).after((earlier, start) if n else None)
-        if len(spans) < 2:
-            return earlier
-        start, _ = spans[-1]
-        return self.current.after((earlier, start))
+        earlier = None
+        for start, plan in spans[:-1]:
+            compiled = self.with_plan(Plan.from_json(plan))
+            earlier = compiled.after(earlier and (earlier, start))
+        return self.current if earlier is None else self.current.after((earlier, spans[-1][0]))
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Makes the plan of `compiled` the plan of every batch shape from now on.
@@ -335,10 +332,8 @@ class CompiledPlans:
         """
         # The first shape stays first, because `current` returns the first entry.
         (first, _), *others = self._by_shapes.items()
-        by_shapes: dict[Any, CompiledPlan] = {first: compiled}
-        for key, other in others:
-            by_shapes[key] = self.with_plan(compiled.plan, other)
-        self._by_shapes = by_shapes
+        later = {key: self.with_plan(compiled.plan, other) for key, other in others}
+        self._by_shapes = {first: compiled} | later
 
     def compile_everywhere(self) -> None:
         """Compiles every program of the training for every device of this process.
@@ -346,16 +341,16 @@ class CompiledPlans:
         A later plan may then put any layer on any of these devices without compiling.
         """
         # A later plan first runs without groups, so the programs of single layers are compiled.
-        every = [replace(self.current, grouped=False)]
-        if self.current.warmup is not None:
-            every.append(self.current.warmup)
+        current = self.current
+        every = [replace(current, grouped=False)]
+        if current.warmup is not None:
+            every.append(current.warmup)
+        programs = list(map(current.placing.initial_program, current.optimizer.init))
         for compiled in every:
             compiled.peaks  # noqa: B018 - reading it compiles the plan on its present devices
+        for compiled in every:
+            programs += compiled.executables.values()
         local = [device for device in self.settings.devices if is_own(device)]
-        programs = [
-            self.current.placing.initial_program(piece) for piece in self.current.optimizer.init
-        ]
-        programs += [program for compiled in every for program in compiled.executables.values()]
         self._store.compile([(program, device) for program in programs for device in local])
 
 
@@ -399,8 +394,7 @@ class KnownModels:
         params = abstract(params)
         model_state = trees.model_state if model_state is None else abstract(model_state)
         key = self._key(present, loss_fn, params, model_state)
-        present_loss = present.settings.loss_fn
-        present_key = self._key(present, present_loss, trees.params, trees.model_state)
+        present_key = self._key(present, present.settings.loss_fn, trees.params, trees.model_state)
         with self._lock:
             self._known[present_key] = present
             found = self._known.pop(key, None)
