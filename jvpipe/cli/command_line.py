@@ -35,6 +35,8 @@ from jvpipe.util.new_folder import check_new_folder
 from jvpipe.util.option import Group, PipelineOption, options_of
 from jvpipe.util.yaml_text import read_yaml
 
+Values = dict[str, Any]
+"""The values of options, by name."""
 _WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -54,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 def read_options(
     holder: type[PipelineOptions], arguments: Sequence[str] | None, command: str
-) -> dict[str, Any]:
+) -> Values:
     """Returns the values of the options on a command line, by name.
 
     The result lacks options that are not on the command line. `--help` and `--version` print their
@@ -106,27 +108,24 @@ def add_options(
     groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
     actions = []
     for name, option in options.items():
+        kinds = option.kinds
         kind: dict[str, Any] = {"action": "store_true"}
-        if bool in option.kinds and NoneType in option.kinds:
+        if bool not in kinds:
+            action = "append" if tuple in kinds else "store"
+            kind = {"action": action, "metavar": (option.unit or "name").upper()}
+        elif NoneType in kinds:
             kind = {"action": argparse.BooleanOptionalAction}
-        elif bool not in option.kinds:
-            repeated = tuple in option.kinds
-            kind = {
-                "action": "append" if repeated else "store",
-                "metavar": (option.unit or "name").upper(),
-            }
-        add = groups[option.group].add_argument
         # argparse gets no defaults, so its result has only the options that the user gave.
         # The other options may come from a file.
-        settings = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
-        actions.append(add(option.flag, **settings, **kind))
+        kind |= {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
+        actions.append(groups[option.group].add_argument(option.flag, **kind))
     return actions
 
 
 def _help(option: PipelineOption) -> str:
     """Writes the help of an option for argparse, with the default in brackets if there is one."""
-    line = option.help if not option.default else f"{option.help} ({option.default})"
-    return line.replace("%", "%%")
+    default = f" ({option.default})" if option.default else ""
+    return f"{option.help}{default}".replace("%", "%%")
 
 
 def _word(holder: type[PipelineOptions], word: str) -> str:
@@ -186,13 +185,12 @@ def names() -> str:
     by_option = names_by_option()
     found_models = [f"{name} ({_sizes(name)})" for name in by_option["model"]]
     found_models += [point.name for point in entry_points(group=ENTRY_POINTS)]
-    lists = {
-        "Planners": by_option["planner"],
-        "Schedules": by_option["schedule"],
-        "Hardware": [*by_option["hardware"], "or a TOML file"],
-    }
-    lines = [f"Models: {', '.join(found_models)}; your own as file.py:NAME or package.module:NAME."]
-    lines += [f"{kind}: {', '.join(members)}." for kind, members in lists.items()]
+    lines = (
+        f"Models: {', '.join(found_models)}; your own as file.py:NAME or package.module:NAME.",
+        f"Planners: {', '.join(by_option['planner'])}.",
+        f"Schedules: {', '.join(by_option['schedule'])}.",
+        f"Hardware: {', '.join(by_option['hardware'])}, or a TOML file.",
+    )
     return "\n\n".join(lines)
 
 
@@ -223,8 +221,7 @@ def given(arguments: Sequence[str] | None) -> TrainOptions:
     This checks only the options about processes. `parse` checks all options later, when the
     processes have connected and can fail together.
     """
-    of_line = read_options(TrainOptions, arguments, "jvpipe.train")
-    options = _over(_of_config(of_line), of_line)
+    options = TrainOptions(**_values_given(arguments))
     check_each(options, "processes")
     return options
 
@@ -240,11 +237,10 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
         ValueError: an option is unknown, has an impossible value or contradicts another option, or
             the folder of the run cannot be resumed.
     """
-    of_line = read_options(TrainOptions, arguments, "jvpipe.train")
-    of_file = _of_config(of_line)
-    options = _over(of_file, of_line)
+    by_name = _values_given(arguments)
+    options = TrainOptions(**by_name)
     if options.resume:
-        options = _resumed(options, of_line, of_file, writes)
+        options = _resumed(options, by_name, writes)
     options.check()
     if not writes:
         return options
@@ -252,23 +248,25 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
         check_figure(options.figure)
     if options.export:
         check_writable(Path(options.export))
-    if options.export_weights:
-        into = options.export_weights
+    if into := options.export_weights:
         check_new_folder(Path(into), f"--export-weights {into}")
     for tracker in options.track:
         find_tracker(tracker)
     return options
 
 
-def _resumed(
-    options: TrainOptions, of_line: Mapping[str, Any], of_file: Mapping[str, Any], writes: bool
-) -> TrainOptions:
+def _values_given(arguments: Sequence[str] | None) -> Values:
+    """Returns the values on the command line and in the file of --config, by option name."""
+    of_line = read_options(TrainOptions, arguments, "jvpipe.train")
+    return _over(_of_config(of_line), of_line)
+
+
+def _resumed(options: TrainOptions, by_name: Values, writes: bool) -> TrainOptions:
     """Returns the options of a resumed run.
 
     Args:
         options: the options of the command line and of --config, and defaults for the rest.
-        of_line: the values on the command line.
-        of_file: the values in the file of --config.
+        by_name: the values on the command line and in the file of --config.
         writes: whether this process writes the files of the run.
     """
     if options.run_dir is None:
@@ -282,15 +280,13 @@ def _resumed(
         )
     kept = {name: config[name] for name in options_of(TrainOptions) if name in config}
     saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT, {})
-    if saved.get("data") and not options.data:
-        data, folder = saved["data"], options.run_dir
+    if (data := saved.get("data")) and not options.data:
+        folder = options.run_dir
         print(f"data: {data}, as the run in {folder} used it; if it has moved, give --data")
-    trusted = options.trust
-    is_named = "model" in of_line or "model" in of_file
-    options = _over(saved, of_file, of_line)
+    options = TrainOptions(**_over(saved, by_name))
     # The model that config.json names may be code in the folder. Only the process that writes the
     # files checks whether this code may be run. If the check fails, all processes stop.
-    if writes and not is_named and not trusted:
+    if writes and "model" not in by_name and not options.trust:
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
         raise ValueError(
@@ -302,27 +298,27 @@ def _resumed(
     return options
 
 
-def _over(*sources: Mapping[str, Any]) -> TrainOptions:
-    """Returns the options of several mappings; a later value replaces an earlier one.
+def _over(*sources: Values) -> Values:
+    """Joins the values of several mappings; a later value replaces an earlier one.
 
     For an option that may be given several times, the values of all mappings are joined instead.
     A value that occurs twice is kept once, at its last place, because a resumed run may repeat the
     command line with which it began.
     """
-    joined: dict[str, Any] = {}
+    joined: Values = {}
     for source in sources:
         for name, value in source.items():
             if isinstance(value, tuple):
                 values = (*joined.get(name, ()), *value)
                 value = tuple(reversed(dict.fromkeys(reversed(values))))
             joined[name] = value
-    return TrainOptions(**joined)
+    return joined
 
 
 # Files of options: `--config FILE`, and the config.json of a run.
 
 
-def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
+def _of_config(options: Values) -> Values:
     """Returns the values in the file of --config, which is TOML, YAML or JSON, by option name.
 
     Names may have hyphens as on the command line. The file may also be the config.json of a run.
@@ -351,9 +347,8 @@ def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
         kind = type(content_by_name).__name__
         raise ValueError(f"{where} must be a mapping from option names to values, not {kind}")
     # Entries are ignored only in the config.json of a run, which has an entry "data_digest".
-    passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
-    if "data_digest" not in content_by_name:
-        passed_over = ()
+    is_of_run = "data_digest" in content_by_name
+    passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir") if is_of_run else ()
     named, at, said = {}, {}, {}
     for name, value in content_by_name.items():
         now = present(TrainOptions, name)
@@ -381,11 +376,8 @@ def _field_text(value: Any) -> str:
 
 
 def _typed(
-    named: Mapping[str, Any],
-    where: str,
-    passed_over: Collection[str],
-    at: Mapping[str, str],
-) -> dict[str, Any]:
+    named: Values, where: str, passed_over: Collection[str], at: Mapping[str, str]
+) -> Values:
     """Checks the values in a file against the types of their options, and returns them.
 
     A list becomes a tuple, and a whole number becomes a float if the option is a float.
@@ -403,9 +395,9 @@ def _typed(
     for name, value in named.items():
         if name in passed_over:
             continue
+        here = f"{where}{at.get(name, '')}"
         if name not in options:
-            unknown = did_you_mean("option", name, list(options))
-            raise ValueError(f"{where}{at.get(name, '')}: {unknown}")
+            raise ValueError(f"{here}: {did_you_mean('option', name, list(options))}")
         kinds = options[name].kinds
         if isinstance(value, list) and tuple in kinds:
             value = tuple(value)
@@ -415,7 +407,6 @@ def _typed(
         has_texts = type(value) is not tuple or all(type(text) is str for text in value)
         if type(value) not in kinds or not has_texts:
             types = " or ".join(_WORDS[kind] for kind in kinds if kind is not NoneType)
-            line = at.get(name, "")
-            raise ValueError(f"{where}{line}: {name} is {brief(value)}, but must be {types}")
+            raise ValueError(f"{here}: {name} is {brief(value)}, but must be {types}")
         values[name] = value
     return values

@@ -20,11 +20,10 @@ from jvpipe.session.arguments import (
     read_whole_numbers,
     whole_number,
 )
-from jvpipe.session.options import PipelineOptions
+from jvpipe.session.options import PipelineOptions, flag_option
 from jvpipe.util.given import (
     checked_address,
     checked_fields,
-    checked_flag,
     checked_path,
 )
 from jvpipe.util.option import TRAIN, Group, Taker, option, options_of, resumed
@@ -38,14 +37,13 @@ def _trackers(flag: str, names: tuple[str, ...]) -> list[str]:
     return [checked_name(flag, name, "tensorboard") for name in names]
 
 
-# Common kinds of options; each use adds help, group and unit. The default of a flag is False, and
-# of the other kinds None. The checks accept unknown names, and files that do not exist.
+# Common kinds of options; each use adds help, group and unit. The default is None. The checks
+# accept unknown names, and files that do not exist.
 
 _NAME = partial(checked_name, usual="tiny")
 name_option = partial(option, None, _NAME)
 path_option = partial(option, None, checked_path)
 count_option = partial(option, None, _COUNT)
-flag_option = partial(option, False, checked_flag)
 
 
 @dataclass(frozen=True)
@@ -436,7 +434,8 @@ def fields_of(options: ModelOptions) -> dict[str, Any]:
     >>> fields_of(TrainOptions(set=("blocks=12", "dropout=0"), sequence_length=64))
     {'blocks': '12', 'dropout': '0', 'sequence_length': 64}
     """
-    names = ("dtype", "sequence_length", "lora", "lora_on")
-    by_name = {name: getattr(options, name, None) for name in names}
-    set_fields = {name: value for name, value in by_name.items() if value is not None}
-    return checked_fields("--set", options.set) | set_fields
+    fields = checked_fields("--set", options.set)
+    for name in ("dtype", "sequence_length", "lora", "lora_on"):
+        if (value := getattr(options, name, None)) is not None:
+            fields[name] = value
+    return fields

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from itertools import tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -90,19 +91,14 @@ class Job:
         The names are those of the blocks of the trained architecture; empty without an architecture
         search.
         """
-        batch: Any = None
-
-        def take(taken: Any) -> Any:
-            nonlocal batch
-            batch = taken
-            return batch
-
-        batches = map(take, self.data.train)
+        batches, taken = tee(self.data.train)
         if self.search is None:
-            for after, metrics in self.pipe.run(state, batches, steps):
+            done = self.pipe.run(state, batches, steps)
+            for (after, metrics), batch in zip(done, taken, strict=False):
                 yield after, metrics, batch, ()
             return
-        for after, metrics, drawn in self.search.run(self.pipe, state, batches, steps):
+        searched = self.search.run(self.pipe, state, batches, steps)
+        for (after, metrics, drawn), batch in zip(searched, taken, strict=False):
             yield after, metrics, batch, drawn.names()
 
     def pauses(self, step: int) -> bool:

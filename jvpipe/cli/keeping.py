@@ -59,11 +59,13 @@ class Evaluations:
         """Returns a run's last line of output, about its best evaluation; empty without one."""
         if self.best_loss is None:
             return ""
-        best = f"best held-out loss {self.best_loss:.4f} after step {self.best_step}"
         stopped = ""
         if self.over(patience):
             stopped = f"; stopped early, as {self.since} evaluations since were no better"
-        return f"{best} (see best.json){stopped}\n"
+        return (
+            f"best held-out loss {self.best_loss:.4f} after step {self.best_step} (see best.json)"
+            f"{stopped}\n"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the evaluations as JSON for a checkpoint; empty if there was none."""
@@ -78,7 +80,7 @@ def evaluations_before(job: Job) -> Evaluations:
     """
     kept = job.run.checkpoints() if job.options.resume else []
     saved = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
-    if not saved and isinstance(saved, dict):
+    if saved == {}:
         return Evaluations()
     with damage_of(kept[-1]):
         compare("evaluations", saved, _KEPT)
@@ -160,11 +162,10 @@ class Keeper:
         """Raises ValueError if a parameter is NaN, or if the folder of the run is gone."""
         run = self._job.run
         if place_of(run.path) != self._place:
-            path = run.path.absolute()
             raise ValueError(
-                f"{path} was moved or deleted during the run, so the state after step {step} is "
-                "not saved. To continue from its last checkpoint, move the folder back or give its "
-                "new path by --run-dir, and use --resume"
+                f"{run.path.absolute()} was moved or deleted during the run, so the state after "
+                f"step {step} is not saved. To continue from its last checkpoint, move the folder "
+                "back or give its new path by --run-dir, and use --resume"
             )
         if lost := next(nan_leaves(copied.arrays["parameter"]), None):
             raise ValueError(
@@ -189,16 +190,16 @@ def tidy(job: Job, seen: Evaluations) -> None:
     """
     if job.hosts.process:
         return
+    run, best_step = job.run, seen.best_step
     # best.json is replaced before checkpoints are deleted, so it never names a deleted one.
-    if seen.best_step:
-        checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)
+    if best_step:
         saved = {
-            "step": seen.best_step,
+            "step": best_step,
             "held_out_loss": seen.best_loss,
-            "checkpoint": checkpoint.as_posix(),
+            "checkpoint": run.checkpoint(best_step).relative_to(run.path).as_posix(),
         }
-        replace_text(job.run.best, json.dumps(saved, indent=1) + "\n")
+        replace_text(run.best, json.dumps(saved, indent=1) + "\n")
     else:
         # best.json of an earlier start may name a checkpoint that has been moved away since.
-        job.run.best.unlink(missing_ok=True)
-    job.run.prune(job.options.keep, seen.best_step)
+        run.best.unlink(missing_ok=True)
+    run.prune(job.options.keep, best_step)

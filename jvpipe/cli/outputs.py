@@ -133,8 +133,8 @@ def write_safetensors(path: Path, params: PyTree) -> None:
     Raises:
         OSError: the file cannot be written. No part of it is left.
     """
-    leaves = parameter_names(params)
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+    leaves = parameter_names(params).items()
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves}
     # The file gets its final name only when it is complete. Renaming is atomic, so no other program
     # ever reads an incomplete file.
     draft = path.with_name(path.name + ".draft")
@@ -167,13 +167,11 @@ class Speech:
         self._display: TrainingDisplay | None = None
         self._total = 0
         self._opened = ExitStack()
-        self._handlers: list[logging.Handler] = []
+        # WARNING is Python's own default for logs without handlers.
+        handler = _to_stderr(logging.WARNING)
         if shown:
-            on_screen = RichHandler(logging.INFO, self._screen, show_level=False, show_path=False)
-            self._handlers.append(on_screen)
-        else:
-            # WARNING is Python's own default for logs without handlers.
-            self._handlers.append(_to_stderr(logging.WARNING))
+            handler = RichHandler(logging.INFO, self._screen, show_level=False, show_path=False)
+        self._handlers = [handler]
         if self._lines:
             self._handlers.append(_ToLines(self._lines))
 
@@ -199,7 +197,7 @@ class Speech:
             first: how many steps are finished.
         """
         self._total = total
-        self._display = TrainingDisplay(total, first, self._screen)
+        self._display = TrainingDisplay(total, self._screen, first)
         return self._display
 
     def step(self, metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> None:

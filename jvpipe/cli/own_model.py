@@ -205,9 +205,9 @@ def _check_members(where: str, model: Any) -> None:
         present = f"it has no {member}"
         if hasattr(model, member):
             present = f"its {member} is {getattr(model, member)!r}"
-        kind = type(model).__name__
         raise ValueError(
-            f"--model {where} is not a model ({kind}): {present}, which should be {should_be}"
+            f"--model {where} is not a model ({type(model).__name__}): {present}, which should be "
+            f"{should_be}"
         )
 
 
@@ -255,10 +255,10 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
         return model
     kind = type(model).__name__
     if not dataclasses.is_dataclass(model):
-        name, value = next(iter(options.items()))
+        name = next(iter(options))
         raise ValueError(
-            f"{name}={value} needs a model that is a dataclass, but {kind} is not: make it a "
-            f"dataclass, or leave {name} out"
+            f"{name}={options[name]} needs a model that is a dataclass, but {kind} is not: make it "
+            f"a dataclass, or leave {name} out"
         )
     return with_fields(kind, model, options)
 
@@ -332,10 +332,8 @@ def find_model(
         raise ValueError(f"{unknown}; for your own model, give file.py:NAME or package.module:NAME")
     if not where:
         raise ValueError(f"--model {name}: name the file or the module, as in file.py{name}")
-    if where.endswith(".py"):
-        module = _loaded(name, lambda: _of_file(Path(where)))
-    else:
-        module = _loaded(name, lambda: importlib.import_module(where))
+    is_file = where.endswith(".py")
+    module = _loaded(name, partial(_of_file if is_file else importlib.import_module, where))
     return completed(name, attribute, _member(name, module, attribute), size, options)
 
 
@@ -344,9 +342,9 @@ def is_installed(name: str) -> bool:
     return name in models.NAMES or name in entry_points(group=ENTRY_POINTS).names
 
 
-def _of_file(path: Path) -> ModuleType:
+def _of_file(path: str) -> ModuleType:
     """Imports a file as a module, which may import other files of its folder."""
-    file = path.resolve()
+    file = Path(path).resolve()
     if not file.is_file():
         raise ValueError("there is no such file")
     name = f"{file.stem}_of_{file.parent.name}"
@@ -376,9 +374,8 @@ def _loaded(name: str, load: Any) -> Any:
         return load()
     except Exception as problem:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-        reason = first_line(problem)
-        line = _line_of(name, problem)
-        raise ValueError(f"--model {name} cannot be imported: {kind}{reason}{line}") from problem
+        reason = f"{kind}{first_line(problem)}{_line_of(name, problem)}"
+        raise ValueError(f"--model {name} cannot be imported: {reason}") from problem
 
 
 def _line_of(name: str, problem: Exception) -> str:
@@ -393,12 +390,12 @@ def _line_of(name: str, problem: Exception) -> str:
 def _member(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
-    public = {other: value for other, value in vars(module).items() if not other.startswith("_")}
-    models_there = [
-        other for other, value in public.items() if all(hasattr(value, must) for must in _MUST)
-    ]
     suggestion = f"there is no {attribute}, and no other model"
+    models_there = [
+        other
+        for other, value in vars(module).items()
+        if not other.startswith("_") and all(hasattr(value, must) for must in _MUST)
+    ]
     if models_there:
         suggestion = did_you_mean("name", attribute, models_there)
-    where = name.removesuffix(f":{attribute}")
-    raise ValueError(f"--model {name}: {suggestion} in {where}")
+    raise ValueError(f"--model {name}: {suggestion} in {name.removesuffix(f':{attribute}')}")

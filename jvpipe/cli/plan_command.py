@@ -15,7 +15,6 @@ from jvpipe.cli.command_options import (
     ModelOptions,
     check_each,
     fields_of,
-    flag_option,
     name_option,
     path_option,
 )
@@ -31,10 +30,32 @@ from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
 from jvpipe.session.forecast import Forecast, asked
 from jvpipe.session.forecasts import plan_for, planner_names
-from jvpipe.session.options import checked_target, passed
+from jvpipe.session.options import checked_target, flag_option, passed
 from jvpipe.session.question import check_shape_planner, on_cluster, profile_slowness
 from jvpipe.util.option import PLAN, PLAN_FOR, Taker, option, options_of
 from jvpipe.util.sizes import limits_of_each, parse_limits
+
+
+def read_import(flag: str, text: str) -> tuple[str, str]:
+    """Returns the format and the content of the file that --import names.
+
+    Raises:
+        ValueError: the format is unknown, or the file is missing, unreadable or not text.
+    """
+    format, _, file = text.partition(":")
+    find_format(format)
+    if not file:
+        raise ValueError(f"{flag} {text}: give FORMAT:FILE, such as megatron:layout.txt")
+    path = Path(file)
+    try:
+        # The file is read twice: when the options are checked, and after planning.
+        if path.is_fifo() or path.is_char_device():
+            raise OSError(errno.ESPIPE, "this is not a regular file")
+        return format, path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {text}: the file cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"{flag} {text}: the file is not a text file in UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class PlanOptions(ModelOptions):
     )
     import_: str | None = option(
         None,
-        lambda flag, value: read_import(flag, value),
+        read_import,
         "Simulates the layout in another system's file, and compares it with the plan. The formats "
         "are those of --export.",
         "run",
@@ -124,21 +145,19 @@ class PlanOptions(ModelOptions):
             stages = self.stages or USUAL_STAGES
             schedule.check(stages, self.microbatches or USUAL_MICROBATCHES)
             limits_of_each(parse_limits(self.memory_limit), stages)
-        # `--export FORMAT` without a file writes to stdout, which needs no check.
-        target = (self.export or "").partition(":")[2]
-        source = (self.import_ or "").partition(":")[2]
         if self.lossy and not self.export:
             raise ValueError("--lossy is for --export: give --export with a format")
+        # `--export FORMAT` without a file writes to stdout, which needs no check.
         outputs = {
             "--json": self.json,
             "--timeline": self.timeline,
             "--figure": self.figure,
-            "--export": target or None,
+            "--export": (self.export or "").partition(":")[2] or None,
         }
         inputs = {
             "--graph": self.graph,
             "--hardware": self.hardware,
-            "--import": source or None,
+            "--import": (self.import_ or "").partition(":")[2],
         }
         check_outputs(outputs, inputs)
         if self.figure is not None:
@@ -150,10 +169,9 @@ class PlanOptions(ModelOptions):
         for name in _OF_MODELS:
             if value := getattr(self, name):
                 shown = " ".join(value) if isinstance(value, tuple) else value
-                flag = options_of(PlanOptions)[name].flag
                 raise ValueError(
-                    f"{flag} {shown} is for --model and cannot change the graph file of --graph: "
-                    "leave it out"
+                    f"{options_of(PlanOptions)[name].flag} {shown} is for --model and cannot "
+                    "change the graph file of --graph: leave it out"
                 )
 
 
@@ -172,28 +190,6 @@ _OF_MODELS = (
     "whole_layers",
 )
 """The options that need a model and cannot be given with a graph file."""
-
-
-def read_import(flag: str, text: str) -> tuple[str, str]:
-    """Returns the format and the content of the file that --import names.
-
-    Raises:
-        ValueError: the format is unknown, or the file is missing, unreadable or not text.
-    """
-    format, _, file = text.partition(":")
-    find_format(format)
-    if not file:
-        raise ValueError(f"{flag} {text}: give FORMAT:FILE, such as megatron:layout.txt")
-    path = Path(file)
-    try:
-        # The file is read twice: when the options are checked, and after planning.
-        if path.is_fifo() or path.is_char_device():
-            raise OSError(errno.ESPIPE, "this is not a regular file")
-        return format, path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{flag} {text}: the file cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise ValueError(f"{flag} {text}: the file is not a text file in UTF-8") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ from jvpipe.util.pattern import anything, compare
 from jvpipe.util.replaced_file import replace_bytes
 from jvpipe.util.user_key import signature
 
+Entries = Mapping[str, Any]
+"""Entries of config.json, such as options, by name."""
 RECORDED = {
     "model_config": {str: anything},
     "parameters": {str: str},
@@ -38,7 +39,6 @@ RECORDED = {
 """The entries of config.json that are not options, with their patterns (see util/pattern.py)."""
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The folder of a run, with the paths of its files.
 
@@ -49,50 +49,29 @@ class RunDir:
         timeline.json  profile/               the tasks of the devices in some of the steps
         .held-by                              names the process that has locked the folder
 
-    The properties return these paths. The files need not exist yet.
+    The files need not exist yet.
+
+    Attributes:
+        config: the file with the options of the run and the digest of its data.
+        plan: the file with the plan, which `jvpipe.Plan.load` reads.
+        explanation: the file with the reasons for the plan, in words.
+        metrics: the file with the metrics, one line of JSON per step.
+        best: the file that names the checkpoint with the lowest held-out loss.
+        timeline: the file with a Chrome trace of the last measured steps.
+        profile: the folder of the profile that jax.profiler writes.
+        holder: the file that names the process that has locked the folder; it exists inside `held`.
     """
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The file with the options of the run and the digest of its data."""
-        return self.path / "config.json"
-
-    @property
-    def plan(self) -> Path:
-        """The file with the plan, which `jvpipe.Plan.load` reads."""
-        return self.path / "plan.json"
-
-    @property
-    def explanation(self) -> Path:
-        """The file with the reasons for the plan, in words."""
-        return self.path / "plan.txt"
-
-    @property
-    def metrics(self) -> Path:
-        """The file with the metrics, one line of JSON per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def best(self) -> Path:
-        """The file that names the checkpoint with the lowest held-out loss."""
-        return self.path / "best.json"
-
-    @property
-    def timeline(self) -> Path:
-        """The file with a Chrome trace of the last measured steps."""
-        return self.path / "timeline.json"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of the profile that jax.profiler writes."""
-        return self.path / "profile"
-
-    @property
-    def holder(self) -> Path:
-        """The file that names the process that has locked the folder; it exists inside `held`."""
-        return self.path / ".held-by"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.plan = path / "plan.json"
+        self.explanation = path / "plan.txt"
+        self.metrics = path / "metrics.jsonl"
+        self.best = path / "best.json"
+        self.timeline = path / "timeline.json"
+        self.profile = path / "profile"
+        self.holder = path / ".held-by"
 
     def checkpoint(self, step: int) -> Path:
         """Returns the folder for the checkpoint of a step."""
@@ -145,7 +124,7 @@ class RunDir:
                 f"{self.path} has no run to resume: {self.config.name}: {problem}"
             ) from problem
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
+    def write_config(self, config: Entries) -> None:
         """Writes config.json; a crash leaves the old file or the whole new one."""
         write_sealed(self.config, config)
 
@@ -164,8 +143,10 @@ class RunDir:
         for name, digest in digests.items():
             path = self.path / name
             if path.exists() and file_digest(path) != digest:
-                cure = "restore it, or delete it to make it again from the data"
-                raise DamageError(f"{path} has changed since the run began: {cure}")
+                raise DamageError(
+                    f"{path} has changed since the run began: restore it, or delete it to make it "
+                    "again from the data"
+                )
 
     def identity(self) -> str:
         """Returns a text by which processes on several hosts check that they see the same folder.
@@ -178,10 +159,9 @@ class RunDir:
         try:
             seen = self.path.stat()
         except OSError as problem:
-            where = self.path.absolute()
             raise ValueError(
-                f"{where} does not exist on this host: the folder of a run must be on a file "
-                f"system that all processes share ({problem.strerror})"
+                f"{self.path.absolute()} does not exist on this host: the folder of a run must be "
+                f"on a file system that all processes share ({problem.strerror})"
             ) from problem
         return f"file {seen.st_ino}, changed at {seen.st_mtime_ns} ns"
 
@@ -203,9 +183,8 @@ class RunDir:
         except DamageError as damage:
             *older, newest = self.checkpoints()
             advice = "no older checkpoint is whole"
-            if whole := [path for path in older if _is_whole(path)]:
-                cure = f"to resume from it, move {newest} away"
-                advice = f"{whole[-1]} is whole: {cure}"
+            if whole := list(filter(_is_whole, older)):
+                advice = f"{whole[-1]} is whole: to resume from it, move {newest} away"
             raise DamageError(f"{damage}; {advice}") from damage
 
     def check_last(self) -> None:
@@ -219,8 +198,10 @@ class RunDir:
         A run that failed before its first checkpoint may be begun again.
         """
         if self.checkpoints():
-            cure = "continue it with --resume, or give another --run-dir"
-            raise ValueError(f"{self.path} already has a run: {cure}")
+            raise ValueError(
+                f"{self.path} already has a run: continue it with --resume, or give another "
+                "--run-dir"
+            )
         with suppress(OSError, DamageError):
             if "data_digest" in read_sealed(self.config):
                 return
@@ -231,9 +212,7 @@ class RunDir:
                     "or give another --run-dir"
                 )
 
-    def check(
-        self, expected: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
+    def check(self, expected: Entries, usual: Mapping[str, Entries] | None = None) -> None:
         """Checks that entries of this folder's config.json are as expected.
 
         Args:
@@ -268,8 +247,7 @@ def hold_new(stack: ExitStack, name: str) -> RunDir:
     If the name is taken, a number is added to it.
     """
     for number in count(1):
-        suffix = "" if number == 1 else f"-{number}"
-        run = RunDir(Path(name + suffix))
+        run = RunDir(Path(name if number == 1 else f"{name}-{number}"))
         with suppress(HeldError):
             if not run.path.exists():
                 stack.enter_context(run.held())
@@ -301,9 +279,7 @@ def _short(value: Any) -> str:
     return value if isinstance(value, str) else brief(value)
 
 
-def _differences(
-    there: Mapping[str, Any], here: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
+def _differences(there: Entries, here: Entries) -> Iterator[tuple[str, Any, Any]]:
     """Yields (name, value there, value here) for each entry that differs.
 
     For an entry that is a mapping, only its first field that differs is yielded.
@@ -320,7 +296,7 @@ def _differences(
 # The plan of a run comes from the file of --plan, the folder of a resumed run, or a planner.
 
 
-def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
+def given_plan(options: Entries, before: Entries) -> Plan | None:
     """Returns the plan that --plan names, or None.
 
     The result is None without --plan. It is also None if the resumed run began with the same
@@ -354,7 +330,7 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
     return plan
 
 
-def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
+def kept_plan(path: Path, options: Entries, before: Entries) -> Plan | None:
     """Returns the plan in the folder of a resumed run; None if a new plan must be made.
 
     A new plan must be made if the folder has none, if the plan's schedule or stages differ from the
@@ -406,7 +382,7 @@ def mark(folder: Path, model: str) -> str:
     return signature(json.dumps([os.getuid(), str(folder.resolve()), code]))
 
 
-def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
+def check_made_here(folder: Path, config: Entries, model: str) -> None:
     """Refuses to run code that a folder from elsewhere names.
 
     Args:

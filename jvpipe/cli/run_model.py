@@ -134,10 +134,9 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
     folder = open_folder(model_folder(options.init_from))
     model = checkpoints.model_of(folder)
     if model != options.model:
-        folder_type = folder.told["model_type"]
         raise ValueError(
-            f"{flag} has the weights of {folder_type}, but --model is {options.model}: give "
-            f"--model {model}"
+            f"{flag} has the weights of {folder.told['model_type']}, but --model is "
+            f"{options.model}: give --model {model}"
         )
     try:
         fields = read_fields(folder, format_of(options.model))

@@ -55,8 +55,7 @@ class Recording:
         self._job, count = job, job.options.profile
         self._steps = min(count or job.options.timeline_steps, job.steps - first)
         # The profile begins with the second step, when everything is compiled, if possible.
-        latest = job.steps - self._steps
-        self._begin = None if count is None else min(first + 1, latest)
+        self._begin = None if count is None else min(first + 1, job.steps - self._steps)
         self._done = False
         job.pipe.session.monitor(kept=self._steps)
 
@@ -109,12 +108,13 @@ class Recording:
 
     def _write(self) -> None:
         """Writes the timeline of the last steps, with the devices of all processes."""
-        pictures = self._job.pipe.session.pictures(self._steps)
-        picture = shared_picture(self._job.hosts, chrome_trace.joined(pictures))
-        if self._job.hosts.process == 0:
-            chrome_trace.write_trace(self._job.run.timeline, picture)
-            if self._job.options.figure is not None:
-                self._draw(self._job.options.figure, picture)
+        job = self._job
+        pictures = job.pipe.session.pictures(self._steps)
+        picture = shared_picture(job.hosts, chrome_trace.joined(pictures))
+        if job.hosts.process == 0:
+            chrome_trace.write_trace(job.run.timeline, picture)
+            if job.options.figure is not None:
+                self._draw(job.options.figure, picture)
 
     def _draw(self, path: str, picture: Picture) -> None:
         """Draws a timeline to a file, with the memory limits of the devices."""
@@ -343,7 +343,7 @@ def _export(job: Job, params: Any) -> None:
             print(f"weights in {options.export_weights}")
     except OSError as problem:
         # Training need not be repeated, because the same command with --resume only exports.
-        saved = job.run.checkpoints()[-1]
         raise OSError(
-            f"{problem}; the state is in {saved}; to export it, run: {resume_command(job)}"
+            f"{problem}; the state is in {job.run.checkpoints()[-1]}; to export it, run: "
+            f"{resume_command(job)}"
         ) from problem

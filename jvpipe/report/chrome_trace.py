@@ -77,9 +77,8 @@ def joined(pictures: Sequence[Picture]) -> Picture:
     """Joins pictures of steps into one; copies of different steps get different keys."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
-    hops: list[Hop] = []
-    for n, picture in enumerate(pictures):
-        hops += (hop._replace(key=f"{n} {hop.key}") for hop in picture.hops)
+    numbered = [(f"{n} ", hop) for n, picture in enumerate(pictures) for hop in picture.hops]
+    hops = (hop._replace(key=number + hop.key) for number, hop in numbered)
     return Picture(tuple(spans), tuple(levels), tuple(hops))
 
 

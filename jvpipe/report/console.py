@@ -48,18 +48,18 @@ class TrainingDisplay:
 
     Args:
         total_steps: the number of the last step.
+        console: the terminal to show the display on.
         step: how many steps the run has already made.
-        console: the terminal to show the display on; None stands for stderr.
     """
 
-    def __init__(self, total_steps: int, step: int = 0, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, total_steps: int, console: Console, step: int = 0) -> None:
+        self._console = console
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=self._console)
+        self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("step", total=total_steps, completed=step)
         shared = sys.stdout.isatty()  # text that goes to a file or pipe must not be redirected
         self._live = Live(
-            self._progress, console=self._console, refresh_per_second=4, redirect_stdout=shared
+            self._progress, console=console, refresh_per_second=4, redirect_stdout=shared
         )
 
     def __enter__(self) -> "TrainingDisplay":

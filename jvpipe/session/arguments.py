@@ -50,10 +50,12 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     if most is not None and is_whole(value) and value > most:
         raise ValueError(f"{name} must be a whole number of at most {most}, not {brief(value)}")
     if not is_whole(value) or value < least:
-        message = f"{name} must be a whole number of at least {least}, not {brief(value)}"
+        cuts = ""
         if isinstance(value, (list, tuple)):
-            message += "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])"
-        raise ValueError(message)
+            cuts = "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])"
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, not {brief(value)}{cuts}"
+        )
     return int(value)
 
 

@@ -28,6 +28,9 @@ from jvpipe.util.brief import brief
 from jvpipe.util.devices import Device
 from jvpipe.util.given import several
 
+Stages = int | Plan | None
+"""The number of stages (how many devices a micro-batch passes) or a plan; None if neither is given,
+or if a planner decides."""
 _MORE_CPUS = (
     '; for more CPU devices, call jax.config.update("jax_num_cpu_devices", {}) before anything '
     "else of JAX"
@@ -46,7 +49,7 @@ def checked_devices(devices: Any) -> list[Device]:
 
 
 def place(
-    stages: int | Plan | None,
+    stages: Stages,
     devices: Any,
     schedule: Schedule,
     replicas: Sequence[int] | None,
@@ -238,9 +241,7 @@ def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> 
             )
 
 
-def shares_devices(
-    replicas: str | tuple[int, ...] | None, stages: int | Plan | None, planner: str
-) -> bool:
+def shares_devices(replicas: str | tuple[int, ...] | None, stages: Stages, planner: str) -> bool:
     """Tells whether the planner decides how many devices each stage has.
 
     Args:
@@ -272,9 +273,7 @@ def shares_devices(
     return True
 
 
-def stages_under(
-    stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
-) -> int | Plan | None:
+def stages_under(stages: Stages, schedule: Schedule, microbatches: int, *, shares: bool) -> Stages:
     """Returns the number of stages or the plan, under a schedule; None if a planner decides.
 
     Args:

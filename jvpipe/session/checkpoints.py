@@ -29,6 +29,9 @@ from jvpipe.trace.loss import KeyKind
 from jvpipe.util.brief import brief, first_line
 from jvpipe.util.pattern import anything, compare
 
+Meta = dict[str, Any]
+"""The entries of a checkpoint's `meta.json`."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -38,7 +41,7 @@ class Snapshot:
     """
 
     arrays: Arrays
-    meta: dict[str, Any]
+    meta: Meta
     hosts: Hosts | None
 
     def write(self, path: str | Path) -> None:
@@ -119,17 +122,19 @@ def restore(session: Engine, path: str | Path) -> State:
     """
     saved = open_together(session.settings.hosts, path)
     saved.check_state()
+    meta = saved.meta
     if not session.compiled_plans:
-        _trace(session, path, saved.meta)
-    _check_key(session, path, saved.meta)
+        _trace(session, path, meta)
+    _check_key(session, path, meta)
     compiled = session.compiled
     if compiled.previous:  # the present stream ends here, so its earlier plans are dropped
         compiled = compiled.after(None)
-    if "flight" in saved.meta:
-        Saving(compiled).check_in_flight(path, saved.meta["flight"])
-        _check_shapes(session, path, saved.meta)
-        if len(saved.meta["flight"]["legs"]) > 1:
-            compiled = session.compiled_plans.from_spans(saved.meta["flight"]["legs"])
+    if "flight" in meta:
+        in_flight = meta["flight"]
+        Saving(compiled).check_in_flight(path, in_flight)
+        _check_shapes(session, path, meta)
+        if len(in_flight["legs"]) > 1:
+            compiled = session.compiled_plans.from_spans(in_flight["legs"])
         state = _placed_in_flight(session, saved, compiled)
     else:
         state = _placed(session, path, saved, compiled)
@@ -138,7 +143,7 @@ def restore(session: Engine, path: str | Path) -> State:
     return state
 
 
-def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
+def _trace(session: Engine, path: str | Path, meta: Meta) -> None:
     """Traces the loss with a checkpoint's shapes; raises ValueError if the loss refuses them."""
     inputs = saved_inputs(path, meta)
     try:
@@ -150,7 +155,7 @@ def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
         raise ValueError(f"{path} describes a model that cannot begin here: {why}") from problem
 
 
-def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
+def _check_key(session: Engine, path: str | Path, meta: Meta) -> None:
     """Raises ValueError unless the saved key has the same kind as the key of the trace."""
     rng, ours = session.trees.rng, None
     if rng is not None:
@@ -163,7 +168,7 @@ def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
         )
 
 
-def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
+def _check_shapes(session: Engine, path: str | Path, meta: Meta) -> None:
     """Raises ValueError if batches saved in flight have other shapes than the first batch here."""
     saved, here = meta["shapes"]["batch"], session.trees.batch
     then = None if saved is None else skeleton.load_container(saved)

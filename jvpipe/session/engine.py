@@ -61,19 +61,20 @@ class Engine:
         self.store = shared_store()
         self.compiled_plans = CompiledPlans(settings, self.store)
         self.known_models = KnownModels(self.store)
+        hosts, host_limit_bytes = settings.hosts, settings.host_limit_bytes
         # Parked arrays of models that are not in training count toward the host's limit.
         parked = self.known_models.parked
-        self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
+        self.limits = Limits(settings.limits or None, host_limit_bytes, parked=parked)
         if any(device.platform == "cpu" for device in settings.devices):
             keep_freed_memory()
         self.ledger = Ledger(settings.devices)
         self.controller = Controller(
-            self.ledger, settings.microbatches, settings.host_limit_bytes is not None
+            self.ledger, settings.microbatches, host_limit_bytes is not None
         )
-        if settings.hosts is not None:
-            settings.hosts.agree("the options of the pipelines", option_parts(settings))
-            settings.hosts.connect()
-            self.controller.hosts = settings.hosts
+        if hosts is not None:
+            hosts.agree("the options of the pipelines", option_parts(settings))
+            hosts.connect()
+            self.controller.hosts = hosts
         self.loss_watch = LossWatch(self.controller)
         # The compiled function of the last call of `predict`, by its key.
         self.predictions: dict[Hashable, CompiledPlan] = {}
@@ -105,12 +106,10 @@ class Engine:
         a process knows only the peaks of its own devices.
         """
         plan, peaks = self._begun_with
-        here = self.compiled.peaks
-        at_begin = peaks if plan == self.compiled.plan else [None] * len(self.settings.devices)
-        return [
-            here[i] if is_own(device) else at_begin[i]
-            for i, device in enumerate(self.settings.devices)
-        ]
+        devices, is_at_begin = self.settings.devices, plan == self.compiled.plan
+        at_begin = peaks if is_at_begin else [None] * len(devices)
+        each = zip(devices, self.compiled.peaks, at_begin, strict=False)
+        return [here if is_own(device) else told for device, here, told in each]
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
         """Switches the timing of every task on or off.
@@ -119,9 +118,10 @@ class Engine:
             on: whether tasks are timed from now on.
             kept: how many of the last steps are remembered.
         """
-        seconds, settings = self.compiled_plans.layer_s or (), self.settings
-        monitor = Monitor(settings.devices, kept, seconds, settings.microbatches) if on else None
-        self.controller.monitor = monitor
+        layer_s, settings = self.compiled_plans.layer_s or (), self.settings
+        self.controller.monitor = (
+            Monitor(settings.devices, kept, layer_s, settings.microbatches) if on else None
+        )
 
     def pictures(self, steps: int = 1) -> list[Picture]:
         """Waits for the end of the last steps, and returns a picture of the tasks in each."""
@@ -274,8 +274,8 @@ class Engine:
             step: how many steps have been done.
             updates: how many updates the parameters have had.
         """
-        constants = given_leaves(compiled.traced.loss.constants)
-        leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
+        constants = enumerate(given_leaves(compiled.traced.loss.constants))
+        leaves = leaves | {("constant", i): leaf for i, leaf in constants}
         placing = compiled.placing
         placing.compile(leaves, self.store)
         self.reset(compiled, placing.peaks(leaves))
@@ -305,8 +305,8 @@ class Engine:
             limits.check(making, self.settings.devices, "while its arrays are made")
 
         together(hosts, "limits", check)
-        peaks = told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks
-        self._begun_with = compiled.plan, peaks
+        told = told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks
+        self._begun_with = compiled.plan, told
         self.known_models.parked.clear()
         self.loss_watch.begin()
         self.controller.marks.clear()
@@ -326,13 +326,13 @@ class Engine:
 
     def metrics_of(self, compiled: CompiledPlan, values: Sequence[Any]) -> Metrics:
         """Returns the values of a step or an evaluation by the names of the metrics."""
-        groups = len(compiled.traced.graph.aux_groups)
+        traced = compiled.traced
+        end = 1 + len(traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
         if self.settings.has_aux:
-            aux_tree = compiled.traced.loss.aux_tree
-            metrics["aux"] = jax.tree.unflatten(aux_tree, values[1 : 1 + groups])
-        if len(values) > 1 + groups:
-            metrics["grad_norm"] = values[1 + groups]
+            metrics["aux"] = jax.tree.unflatten(traced.loss.aux_tree, values[1:end])
+        if len(values) > end:
+            metrics["grad_norm"] = values[end]
         return metrics
 
     def compiled_at(self, batch: Tree, updates: int) -> CompiledPlan:
@@ -380,14 +380,11 @@ class Engine:
     def needs(self) -> list[str]:
         """Returns the names of the batch's leaves that layers of this process read."""
         graph, devices = self.graph, self.settings.devices
-        stages = self.compiled.plan.stages
-        here = [
-            layer
-            for stage in stages
-            if any(is_own(devices[d]) for d in stage.devices)
-            for layer in stage.layers
-        ]
-        leaves = {i for layer in here for i in graph.layers[layer].reading(ValueKind.BATCH)}
+        leaves = set[int]()
+        for stage in self.compiled.plan.stages:
+            if any(is_own(devices[d]) for d in stage.devices):
+                for layer in stage.layers:
+                    leaves.update(graph.layers[layer].reading(ValueKind.BATCH))
         return [graph.batch[i].name for i in sorted(leaves)]
 
     def wait(self, state: State) -> State:
@@ -418,13 +415,11 @@ class Engine:
         differs between stages. Only a leaf that the user changed gets the same value on all stages.
         """
         present = self.host_values(state, ValueKind.OPTIMIZER)
-        changed = []
+        changed, hosts = [], self.settings.hosts
         if present is not None:
             pairs = zip(present, leaves, strict=True)
             changed = [i for i, (a, b) in enumerate(pairs) if comparable(a) != comparable(b)]
-        if self.settings.hosts is None:
-            return changed
-        return self.settings.hosts.exchange_json("changed leaves", changed)[0]
+        return changed if hosts is None else hosts.exchange_json("changed leaves", changed)[0]
 
 
 def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:

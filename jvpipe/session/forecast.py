@@ -75,6 +75,14 @@ class Forecast:
         return self.best.fits(self.problem)
 
     @property
+    def planned(self) -> Planned | None:
+        """The best plan with its problem; None if the planner found no plan."""
+        plan, decision = self.best.plan, self.best.decision
+        if plan is None or decision is None:
+            return None
+        return Planned(plan, self.problem, decision)
+
+    @property
     def simulated(self) -> bool:
         """Whether there is a plan to simulate; the plan may exceed the limit."""
         return self.best.decision is not None
@@ -152,16 +160,19 @@ class Forecast:
     @property
     def reasons(self) -> list[str]:
         """How devices differ, and why each cut is where it is."""
-        decision, shapes = self._decision, self.shapes
-        unlike = [] if shapes and not shapes.apart else device_reasons(self.problem)
-        kinds = self.best.kinds
-        shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
-        state = (
-            "the optimizer's state that lies on the host is copied to the devices before "
-            f"its update and back after it, which takes about {self.state_s:.3g} s per step"
-        )
-        away = [state] if self.state_s else []
-        return [*unlike, *shape, *cut_reasons(self.problem, decision), *away]
+        problem, decision, shapes = self.problem, self._decision, self.shapes
+        lines = list[str]()
+        if not shapes or shapes.apart:
+            lines += device_reasons(problem)
+        if shapes:
+            lines += shape_reasons(shapes, problem, decision, self.best.kinds)
+        lines += cut_reasons(problem, decision)
+        if self.state_s:
+            lines.append(
+                "the optimizer's state that lies on the host is copied to the devices before "
+                f"its update and back after it, which takes about {self.state_s:.3g} s per step"
+            )
+        return lines
 
     @cached_property
     def lower_bound_s(self) -> float:
@@ -180,14 +191,13 @@ class Forecast:
             from jvpipe.report.figures import check_format, timeline_figure
         check_format(path)
         names = (self.title, self.problem.schedule.name, self.best.planner)
-        title = ", ".join(filter(None, names))
         found = self.simulation
         limits: dict[str, int] = {}
         for place, name in enumerate(found.resources[: found.devices]):
             limit = self.problem.limit_of(place)
             if limit is not None:
                 limits[name] = limit
-        timeline_figure(found.picture(), Path(path), limits, title)
+        timeline_figure(found.picture(), path, limits, ", ".join(filter(None, names)))
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulated step as a trace file for Perfetto."""
@@ -276,10 +286,9 @@ class Forecast:
         if evaluation is None:
             return answer.planner, "no plan fits", "", "", "", "", planning
         over = "" if answer.fits(self.problem) else " (over the limit)"
-        cuts = plan_of(self.problem, answer).cuts
         return (
             answer.planner,
-            " ".join(map(str, cuts)),
+            " ".join(map(str, plan_of(self.problem, answer).cuts)),
             f"{1e3 * evaluation.bottleneck_s:.2f}",
             f"{1e3 * answer.step_s(self.problem):.2f}",
             f"{self._idle(answer, evaluation):.1%}",
@@ -292,9 +301,12 @@ class Forecast:
         best, problem, shapes = self.best, self.problem, self.shapes
         evaluation, bound_s = best.evaluation, self.lower_bound_s
         assert evaluation is not None
-        shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
-        size = f" of {shapes.batch // problem.microbatches}" if shapes else ""
-        several = "es" if problem.microbatches > 1 else ""
+        microbatches = problem.microbatches
+        shape = size = ""
+        if shapes:
+            shape = f"on {shapes.devices} devices {shape_words(problem)}, "
+            size = f" of {shapes.batch // microbatches}"
+        several = "es" if microbatches > 1 else ""
         # A step waits for the slowest all-reduce.
         reduce_s = max(cost.reduce_s for cost in evaluation.stages)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
@@ -304,13 +316,12 @@ class Forecast:
         if math.isfinite(bound_s):
             bound = f"no plan is under {1e3 * bound_s:.2f}"
         split = f"; {len(best.splits)} layers are cut in two" if best.splits else ""
-        slowest = f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms"
-        idle = f"{self._idle(best, evaluation):.1%} idle"
         return (
             f"planner {best.planner}, schedule {problem.schedule.name}, "
-            f"{shape}{problem.microbatches} micro-batch{several}{size}: "
+            f"{shape}{microbatches} micro-batch{several}{size}: "
             f"step {1e3 * self.step_s:.2f} ms simulated ({bound}), "
-            f"{slowest}, {reduced}{updated}{idle}, planned in {best.planning_s:.2f} s{split}"
+            f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms, {reduced}{updated}"
+            f"{self._idle(best, evaluation):.1%} idle, planned in {best.planning_s:.2f} s{split}"
         )
 
 
@@ -408,12 +419,8 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
         question: holds the model, which is traced again.
         whole: the answer in which no layer is cut.
     """
-    first = whole.best
-    cluster, decision, plan_of_whole = whole.problem.cluster, first.decision, first.plan
-    if cluster is None or decision is None or plan_of_whole is None:
-        return whole
-    planned = Planned(plan_of_whole, whole.problem, decision)
-    if not uneven(planned):
+    first, planned, cluster = whole.best, whole.planned, whole.problem.cluster
+    if planned is None or cluster is None or not uneven(planned):
         return whole
     start_s = time.perf_counter()
     model = question.trace()

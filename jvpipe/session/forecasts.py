@@ -14,7 +14,6 @@ from jvpipe.ir.plan import Plan
 from jvpipe.papers.asking import ask_shapes
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.planned_problem import Planned
 from jvpipe.planners.state_on_host import ALL_AWAY, away_s, brought_back, room_left
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import (
@@ -109,16 +108,13 @@ def plan_for(
         ValueError: an argument cannot be used; the message has its value and a remedy.
     """
     names, options = planner_names("planner", planner), checked(PLAN_FOR, locals())
-    optimizer = _adamw() if optimizer is None else optimizer
-    check_functions(loss_fn, optimizer, has_state=options["has_state"])
+    if optimizer is None:
+        import optax  # not at the top of the file, because importing optax takes long
+
+        optimizer = optax.adamw(1e-3)
+    check_functions(loss_fn, optimizer, has_state=has_state)
     model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=optimizer)
     return _planned(partial(model, model_state=model_state), names, options, title)
-
-
-def _adamw() -> Optimizer:
-    import optax  # not at the top of the file, because importing optax takes long
-
-    return optax.adamw(1e-3)
 
 
 def _planned(
@@ -159,8 +155,7 @@ def _planned(
         forecast = asking({}, limit)
     else:
         if len(names) > 1:
-            listed = ", ".join(names)
-            raise ValueError(f"compile is for one planner, not for {listed}: name one")
+            raise ValueError(f"compile is for one planner, not for {', '.join(names)}: name one")
         signer = Signer.of(cluster, None if isinstance(target, bool) else target)
         forecast = signed(asking, question, signer, limits_on(cluster, limit, count))
     # The answer keeps the question, but drops its traces, which hold arrays such as constants.
@@ -196,9 +191,8 @@ class _Asking:
         if self.question.state_fates or chooses != [True]:
             return kept
         if kept.fits:
-            assert kept.best.plan is not None
-            assert kept.best.decision is not None
-            if not pays_for_room(Planned(kept.best.plan, kept.problem, kept.best.decision)):
+            assert kept.planned is not None
+            if not pays_for_room(kept.planned):
                 return kept
         away = asking._state_away(limits, kept.best.splits)
         if not kept.fits:
@@ -210,15 +204,15 @@ class _Asking:
         question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes = question.shapes(cluster, self.devices, self.pins, limits)
-            (planner, *_) = self.names
+            (planner,) = self.names
             put = partial(ask_shapes, planner, shapes)
             problem, best = timed(planner, shapes.model, put, question)
             return Forecast(problem, (best,), self.title, question, shapes)
         problem = question.problem(cluster, limits, splits)
         forecast = asked(problem, self.names, self.title, question, splits)
-        of_paper = any(find_planner(name).as_paper for name in self.names)
-        cuts_layers = not splits and not of_paper
-        return with_splits(question, forecast) if cuts_layers else forecast
+        if splits or any(find_planner(name).as_paper for name in self.names):
+            return forecast
+        return with_splits(question, forecast)
 
     def _state_away(self, limits: Limits, splits: tuple[int, ...]) -> Forecast:
         """Returns the answer with the optimizer's state on the host, except the part that fits.
@@ -235,10 +229,9 @@ class _Asking:
         away = replace(self, question=question, cluster=cluster)._answer(limits, splits)
         if not away.fits:
             return away
-        best = away.best
+        best, problem = away.best, away.problem
         assert best.plan is not None
         assert best.evaluation is not None
-        problem = away.problem
         held = [best.evaluation.device_bytes[place] for place in problem.places]
         # A plan may not use all devices, so limits are found by the devices' numbers.
         limit_of: dict[int, int] = {}
@@ -246,8 +239,7 @@ class _Asking:
             limit_of |= dict.fromkeys(stage.devices, problem.limit_of(place) or 0)
         # With all state on the host, a device holds `held` bytes. State that fits into the rest of
         # the limit moves back to the device.
-        room = room_left(best.plan, held, limit_of)
-        plan = brought_back(best.plan, sizes, room)
+        plan = brought_back(best.plan, sizes, room_left(best.plan, held, limit_of))
         nearer = replace(best, plan=plan, state_s=away_s(plan, sizes, problem))
         return replace(away, answers=(nearer,))
 

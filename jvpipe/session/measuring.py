@@ -177,18 +177,17 @@ class Measurement:
     @cached_property
     def links(self) -> Links | None:
         """The first device's links to another one and to its host; None if they are not needed."""
-        others = [device for device in self._used_devices[1:] if is_own(device)]
-        if not self.asks_seconds or not (others or self.settings.chooses_fates):
+        other = next(filter(is_own, self._used_devices[1:]), None)
+        if not self.asks_seconds or not (other or self.settings.chooses_fates):
             return None
-        return links_between(self.first, others[0] if others else None, self.bench.archive)
+        return links_between(self.first, other, self.bench.archive)
 
     @cached_property
     def slowness(self) -> list[Slowness]:
         """For each device of `used`, the ratio of its seconds to the first device's, by layer."""
         speeds, layers = self.settings.speeds, len(self.costs.layers)
         if speeds or not self.asks_seconds:
-            first = self.used[0]
-            return [given_slowness(speeds, first, d, layers) for d in self.used]
+            return [given_slowness(speeds, self.used[0], d, layers) for d in self.used]
         store = self.bench.store
         costs_of = partial(measured_costs, self.traced, store=store, fates=False, **self._timed)
         return measured_slowness(self._used_devices, costs_of, self.costs)
@@ -239,10 +238,10 @@ class Measurement:
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
         # The longest forward is measured, because a short one spends most time on its dispatch.
-        longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
-        programs = layer_programs(self.bench.store, self.traced)[longest]
+        bench, longest = self.bench, max(range(len(layers)), key=lambda at: layers[at].forward_s)
+        programs = layer_programs(bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)
-        return measured_lending(self.bench.store, program, devices, self.bench.archive)
+        return measured_lending(bench.store, program, devices, bench.archive)
 
     def shapes(self, local: LocalCosts, pins: Pins | None = None) -> Shapes:
         """Returns the shapes (which devices each stage has) that a planner may choose from.
@@ -264,14 +263,21 @@ class Measurement:
 
     def cluster(self) -> Cluster:
         """Describes the processes as machines, with the measured links inside and between them."""
-        first, links = next(filter(is_own, self.devices)), self.links
-        peer, network = links.send if links else INFINITE, self.bench.between_hosts or INFINITE
-        count = len(self.devices)
-        if self.bench.between_hosts is not None:
-            count = per_machine([device.process_index for device in self.devices])
+        devices, links, network = self.devices, self.links, self.bench.between_hosts
+        first, peer = next(filter(is_own, devices)), links.send if links else INFINITE
+        count = len(devices)
+        if network is not None:
+            count = per_machine([device.process_index for device in devices])
         # The number of machines is rounded up, because the last machine may have fewer devices.
-        machines = -(-len(self.devices) // count)
-        return Cluster("here", accelerator_of(first), count, machines, peer=peer, network=network)
+        machines = -(-len(devices) // count)
+        return Cluster(
+            "here",
+            accelerator_of(first),
+            count,
+            machines,
+            peer=peer,
+            network=network or INFINITE,
+        )
 
     def slices(self) -> tuple[LocalCosts, int]:
         """Returns the costs on a micro-batch and on slices, and the fewest examples of a slice.
@@ -285,10 +291,8 @@ class Measurement:
 
     def _on_slices(self, sizes: Sequence[int] | set[int]) -> LocalCosts:
         """Returns the costs on a micro-batch, and on slices with these numbers of examples."""
-        costs = {self.traced.graph.examples: self.costs}
-        for b in sizes:
-            costs[b] = self.costs_of(self._slice(b))
-        return LocalCosts.of(costs)
+        smaller = {b: self.costs_of(self._slice(b)) for b in sizes}
+        return LocalCosts.of({self.traced.graph.examples: self.costs} | smaller)
 
     def _least_slice(self, examples: int) -> int:
         """Returns the fewest examples of a slice; raises CoupledError if slices are impossible."""
@@ -323,8 +327,7 @@ def per_machine(processes: Sequence[int]) -> int:
     count = processes.count(distinct[0])
     # If machines are equal, the p-th block of `count` devices belongs to the p-th process.
     blocks = [i // count for i in range(len(processes))]
-    are_alike = [distinct.index(process) for process in processes] == blocks
-    return count if are_alike else 1
+    return count if list(map(distinct.index, processes)) == blocks else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
@@ -356,40 +359,34 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
         measurement: measures the model and has the user's settings.
         held_bytes_of: returns the bytes of each stage's fullest device, from the lowered rows.
     """
-    settings = measurement.settings
-    if refusal := _refusal(measurement):
-        return _one_each(measurement, refusal)
-    try:
-        local, least = measurement.slices()
-    except CoupledError as coupled:
-        return _one_each(measurement, str(coupled))
-    stages = settings.stages if isinstance(settings.stages, int) else None
-    # The model was traced for this size of a micro-batch, so the size is fixed.
-    pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
-    shapes = measurement.shapes(local, pins)
-    shape = decide_shape(settings.planner, shapes, held_bytes_of)
-    return _one_each(measurement, shape) if isinstance(shape, str) else shape
-
-
-def _one_each(measurement: Measurement, why: str) -> ChosenShape:
-    """Returns the shape in which each stage has one device; `why` is the reason.
-
-    The user gives the number of stages. Otherwise it is the most that devices and layers allow.
-    """
+    shape = _shape(measurement, held_bytes_of)
+    if isinstance(shape, ChosenShape):
+        return shape
+    # Each stage has one device. If the user gives no number of stages, it is the most that devices
+    # and layers allow.
     settings, layers = measurement.settings, len(measurement.traced.graph.layers)
     places = settings.stages
     if not isinstance(places, int):
         places = max(1, min(len(measurement.devices), layers // settings.schedule.chunks))
-    return ChosenShape(places, (f"each stage has one device: {why}",))
+    return ChosenShape(places, (f"each stage has one device: {shape}",))
 
 
-def _refusal(measurement: Measurement) -> str:
-    """Returns why stages cannot have several devices under any loss; empty if they can."""
-    schedule = measurement.settings.schedule
+def _shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape | str:
+    """Returns the shape as `find_shape` does, or why stages cannot have several devices."""
+    settings, schedule = measurement.settings, measurement.settings.schedule
     try:
         check_replicable(schedule)
     except ValueError as cannot:
         return str(cannot)
     if not schedule.synchronous:
         return f"under {schedule.name} they are not planned yet"
-    return "there are no more" if len(measurement.devices) < 2 else ""
+    if len(measurement.devices) < 2:
+        return "there are no more"
+    try:
+        local, least = measurement.slices()
+    except CoupledError as coupled:
+        return str(coupled)
+    stages = settings.stages if isinstance(settings.stages, int) else None
+    # The model was traced for this size of a micro-batch, so the size is fixed.
+    pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
+    return decide_shape(settings.planner, measurement.shapes(local, pins), held_bytes_of)

@@ -63,6 +63,8 @@ def checked_target(name: str, value: Any) -> Target | bool:
 
 
 _COUNT = partial(whole_number, most=MOST_PLACES)
+flag_option = partial(option, False, checked_flag)
+"""Defines an option that is off by default."""
 
 
 @dataclass(frozen=True)
@@ -204,25 +206,19 @@ class PipelineOptions:
         "",
         PIPELINE,
     )
-    has_aux: bool = option(
-        False,
-        checked_flag,
+    has_aux: bool = flag_option(
         "The loss also returns auxiliary values.",
         "model",
         "",
         CALLS,
     )
-    has_state: bool = option(
-        False,
-        checked_flag,
+    has_state: bool = flag_option(
         "The loss takes and returns a model state, such as statistics of batch norms.",
         "model",
         "",
         CALLS,
     )
-    deferred_batch_norm: bool = option(
-        False,
-        checked_flag,
+    deferred_batch_norm: bool = flag_option(
         "Running statistics of batch norms change once per batch, not with each micro-batch.",
         "model",
         "",
@@ -305,9 +301,7 @@ class PipelineOptions:
         EVERY,
         "plans",
     )
-    whole_layers: bool = option(
-        False,
-        checked_flag,
+    whole_layers: bool = flag_option(
         "Recomputes whole layers, each by the program that ran its forward before. Results then "
         "do not depend on fates on any platform, since each layer has the same programs under all "
         "of them. On CPUs, results never depend on fates.",
@@ -326,17 +320,13 @@ class PipelineOptions:
         "",
         RUNS,
     )
-    grad_norm: bool = option(
-        False,
-        checked_flag,
+    grad_norm: bool = flag_option(
         "Also reports the global norm of the gradient.",
         "run",
         "",
         PIPELINE,
     )
-    remeasure: bool = option(
-        False,
-        checked_flag,
+    remeasure: bool = flag_option(
         "Measures layers again; else the measurements of an earlier run of the same model "
         "on this machine are used.",
         "run",

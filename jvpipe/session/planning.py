@@ -201,21 +201,21 @@ class _Asker:
     def _refusal(self, least: _Least, limit: int) -> MemoryLimitExceeded:
         """Returns the error for a limit that no plan keeps; it names a limit that a plan keeps."""
         problem, stage, enough = least.problem, least.floor.stage, least.floor.bytes
-        if not any(group.less_bytes for group in problem.groups):
+        less = {group.devices: group.less_bytes for group in problem.groups}
+        if not any(less.values()):
             return MemoryLimitExceeded(
                 f"no plan of {self.planner} keeps the limit of {limit:,} bytes per device: "
                 f"stage {stage} would hold the most. A limit of {enough:,} bytes would do; "
                 "so may more stages or more micro-batches",
                 enough,
             )
-        less = {group.devices: group.less_bytes for group in problem.groups}
-        stage_limit = limit - less[problem.where[stage]]
         same = tuple(replace(group, less_bytes=0, slowness=()) for group in problem.groups)
         # The message names one limit for all devices, so all devices are treated as equal here.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
             f"no plan of {self.planner} keeps the limits of the devices: at best "
-            f"{problem.name_of(stage)}, which may hold {stage_limit:,} bytes, would hold "
+            f"{problem.name_of(stage)}, which may hold {limit - less[problem.where[stage]]:,} "
+            "bytes, would hold "
             f"{enough - limit:,} more. {alike:,} bytes for each would do; so may more "
             "stages or more micro-batches",
             alike,
@@ -256,18 +256,19 @@ def decide(
     # Finding the plan with the fewest bytes takes long, and is not needed under a large limit.
     least = None if is_roomy else asker.least(problem, limit)
     planned = asker.unlimited(problem) or asker.within(problem, least)
-    if planned is None and least is None:
-        least = asker.least(problem, limit)
-        planned = asker.within(problem, least)
     if planned is not None:
         return planned
-    assert least is not None
+    if least is None:
+        least = asker.least(problem, limit)
+        if (planned := asker.within(problem, least)) is not None:
+            return planned
     if chosen.as_paper:
-        message = (
+        _log.warning(
             "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is "
-            "taken"
+            "taken",
+            planner,
+            limit,
         )
-        _log.warning(message, planner, limit)
     return answered(planner, least.problem, least.floor.decision, places)
 
 
@@ -337,9 +338,11 @@ def decide_shape(planner: str, shapes: Shapes, held_bytes_of: HeldBytes) -> Chos
         except Infeasible:
             break
         problem = planned.problem
-        step = f"step {1e3 * planned.step_s:.2f} ms simulated"
-        summary = f"on {shapes.devices} devices {shape_words(problem)}: {step}"
-        why = (summary, *shape_reasons(shapes, problem, planned.decision, planned.shapes))
+        why = (
+            f"on {shapes.devices} devices {shape_words(problem)}: "
+            f"step {1e3 * planned.step_s:.2f} ms simulated",
+            *shape_reasons(shapes, problem, planned.decision, planned.shapes),
+        )
         if not problem.replicated:
             return ChosenShape(problem.devices, why)
         try:

@@ -10,7 +10,7 @@ import jax
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
-from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
+from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.reported_temporaries import Said
 from jvpipe.cost.slowness import Slowness, given_slowness, slowness_by_kind, times_longer
@@ -153,8 +153,7 @@ class Question(Training):
             alike = replace(cluster, device=device, unlike=())
             return times_longer(costs, estimate(traced, alike, fates=False))
 
-        used = cluster.accelerators[:devices]
-        return slowness_by_kind(used, str, longer)
+        return slowness_by_kind(cluster.accelerators[:devices], str, longer)
 
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
         """Compiles a plan as a run would; this machine's first device replaces every device.
@@ -164,10 +163,14 @@ class Question(Training):
             store: compiles the programs.
         """
         model = self.trace_as(plan.splits)
-        devices = (jax.devices()[0],) * plan.device_count
-        cut = self.cut(model)
         return CompiledPlan(
-            model.traced, plan, self.schedule, cut, self.microbatches, devices, store
+            model.traced,
+            plan,
+            self.schedule,
+            self.cut(model),
+            self.microbatches,
+            (jax.devices()[0],) * plan.device_count,
+            store,
         )
 
     def trace_as(self, splits: tuple[int, ...]) -> Model:
@@ -196,8 +199,7 @@ class Question(Training):
         """
         if not self.state_fates:
             return plan, 0.0
-        graph = self.trace_as(splits).traced.graph
-        plan = with_state_fates(graph, plan, self.state_fates)
+        plan = with_state_fates(self.trace_as(splits).traced.graph, plan, self.state_fates)
         return plan, away_s(plan, self.state_bytes(), problem)
 
     def problem(
@@ -225,12 +227,11 @@ class Question(Training):
             limits: the bytes that each device may hold.
             model: the model.
         """
-        traced, used = model.traced, cluster.accelerators[: self.stages]
-        costs = self.costs(cluster, traced, self.cut(model))
+        costs = self.costs(cluster, model.traced, self.cut(model))
         stages = self.schedule.stages_on(self.stages)
         plain = on_cluster(Problem(costs, stages, self.schedule, self.microbatches), cluster)
-        slowness = self.slowness(cluster, traced, costs, self.stages)
-        return plain.told_apart(slowness, limits, [device.name for device in used])
+        slowness = self.slowness(cluster, model.traced, costs, self.stages)
+        return plain.told_apart(slowness, limits, _names(cluster, self.stages))
 
     def shapes(
         self,
@@ -269,13 +270,15 @@ class Question(Training):
         model = on_cluster(plain, cluster)
         # With several machines, copies between devices are assumed not to use the links to hosts.
         model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
-        local = LocalCosts.of(costs)
         # For a single example, the loss may have other operations. Slices then have at least two.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
-        shapes = Shapes(model, local, cluster, devices, batch, pins)
+        shapes = Shapes(model, LocalCosts.of(costs), cluster, devices, batch, pins)
         slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
-        names = [device.name for device in cluster.accelerators[:devices]]
-        return shapes.told_apart(slowness, limits, names)
+        return shapes.told_apart(slowness, limits, _names(cluster, devices))
+
+
+def _names(cluster: Cluster, devices: int) -> list[str]:
+    return [device.name for device in cluster.accelerators[:devices]]
 
 
 def limits_on(cluster: Cluster, limits: Limits, devices: int) -> tuple[int, ...]:
@@ -304,8 +307,8 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
     """
     check_devices(problem.devices, cluster)
     # Stages take all devices of the first machine before any of the next one.
-    within = problem.devices <= cluster.devices_per_machine
-    peer: Link = cluster.peer if within else cluster.network
+    is_within = problem.devices <= cluster.devices_per_machine
+    peer = cluster.peer if is_within else cluster.network
     return replace(
         problem,
         host=cluster.host,

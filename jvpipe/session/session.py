@@ -212,9 +212,12 @@ class Session(Engine):
             self._record(run.uses, state)
         metrics = self._metrics(run, state.step, values)
         self.controller.settle(earlier_marks)
-        updates = state.updates + run.updates
         after = replace(
-            state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates
+            state,
+            arrays=arrays,
+            step=state.step + 1,
+            stream_steps=stream_steps,
+            updates=state.updates + run.updates,
         )
         if compiled is not self.compiled:
             after = self._finish(after, compiled)
@@ -232,9 +235,9 @@ class Session(Engine):
             MemoryLimitExceeded: the next step would exceed the limit; nothing has changed.
         """
         plan = self.migrations.plan_between(state.step)
-        is_alike = plan == fitting.plan
-        to_run = fitting if is_alike else self.compiled_plans.with_plan(plan, fitting)
-        check = partial(self.limits.check, to_run.peaks, self.settings.devices)
+        if plan != fitting.plan:
+            fitting = self.compiled_plans.with_plan(plan, fitting)
+        check = partial(self.limits.check, fitting.peaks, self.settings.devices)
         together(self.settings.hosts, "limits", check)
         return self.drain(state)
 

@@ -64,14 +64,13 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
         more += max(1, more // 16)
     (answer,), smallest = would_do.answers, would_do.problem.memory_limit_bytes
     assert smallest is not None
-    compiler = signer.stores[0].compiler.target.name
     problem = replace(would_do.problem, memory_limit_bytes=smallest - more)
-    reason = (
+    infeasible = Infeasible(
         f"no plan of {answer.planner} keeps {problem.limit_said} as the compiler for "
-        f"{compiler} makes it: {problem.enough_said(smallest)} would do. "
-        "So may more stages or more micro-batches"
+        f"{signer.stores[0].compiler.target.name} makes it: {problem.enough_said(smallest)} "
+        "would do. So may more stages or more micro-batches",
+        smallest,
     )
-    infeasible = Infeasible(reason, smallest)
     refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
     return replace(would_do, problem=problem, answers=(refused,))
 
@@ -127,9 +126,8 @@ class _SigningSearch:
         question = forecast.question or self.question
         question = replace(question, microbatches=forecast.microbatches)
         stages = self.signer.stages(question, forecast.problem, forecast.best)
-        limits = [problem.limit_of(place) or 0 for place in problem.places]
-        excess = [x.compiled_bytes - limit for x, limit in zip(stages, limits, strict=True)]
-        return stages, max(excess)
+        pairs = zip(stages, problem.places, strict=True)
+        return stages, max(x.compiled_bytes - (problem.limit_of(at) or 0) for x, at in pairs)
 
 
 @dataclass(frozen=True)
@@ -197,10 +195,9 @@ class Signer:
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
             # The temporaries at the peak belong to the layer whose row (program or copy) runs then.
             at = peak.row.layer - first if peak.row else -1
-            place = problem.schedule.device_of(s, problem.devices)
             compiled = CompiledStage(
                 target=self.stores[fullest].compiler.target.name,
-                planned_bytes=evaluation.device_bytes[place],
+                planned_bytes=evaluation.device_bytes[problem.places[s]],
                 compiled_bytes=peak.bytes,
                 row=str(peak.row) if peak.row else "the beginning",
                 temporary_bytes=dict(peak.holders).get(str(Owner.TEMPORARY), 0),
@@ -236,16 +233,13 @@ def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
 
     Padding is the memory that arrays take in addition to their elements.
     """
-    elements: list[list[int]] = []
+    least = [0] * len(run.devices)
     for bound in run.bounds:
         bare = peaks(bound.lowered, len(run.devices), bound.temporary_bytes)
-        elements.append([peak.bytes for peak in bare])
+        least = [max(size, peak.bytes) for size, peak in zip(least, bare, strict=False)]
     *laid, host = run.peaks
-    least = map(max, zip(*elements, strict=True))
-    return [
-        (peak, max(0, peak.bytes - size), host.bytes)
-        for peak, size in zip(laid, least, strict=False)
-    ]
+    pairs = zip(laid, least, strict=True)
+    return [(peak, max(0, peak.bytes - size), host.bytes) for peak, size in pairs]
 
 
 def _name_of(run: CompiledPlan, program: Program) -> str:
