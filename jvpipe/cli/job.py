@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from itertools import tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -91,14 +90,19 @@ class Job:
         The names are those of the blocks of the trained architecture; empty without an architecture
         search.
         """
-        batches, taken = tee(self.data.train)
+        batch: Any = None
+
+        def take(taken: Any) -> Any:
+            nonlocal batch
+            batch = taken
+            return batch
+
+        batches = map(take, self.data.train)
         if self.search is None:
-            done = self.pipe.run(state, batches, steps)
-            for (after, metrics), batch in zip(done, taken, strict=False):
+            for after, metrics in self.pipe.run(state, batches, steps):
                 yield after, metrics, batch, ()
             return
-        searched = self.search.run(self.pipe, state, batches, steps)
-        for (after, metrics, drawn), batch in zip(searched, taken, strict=False):
+        for after, metrics, drawn in self.search.run(self.pipe, state, batches, steps):
             yield after, metrics, batch, drawn.names()
 
     def pauses(self, step: int) -> bool:

@@ -117,7 +117,7 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     all_spans, all_levels, all_hops = map(chain.from_iterable, zip(*answers, strict=True))
     # In the JSON list of a span, the kind is a text.
     return Picture(
-        tuple(Span(*times, Kind(kind), args) for *times, kind, args in all_spans),
+        tuple(Span(*times, kind=Kind(kind), args=args) for *times, kind, args in all_spans),
         tuple(starmap(Level, all_levels)),
         tuple(starmap(Hop, all_hops)),
     )

@@ -58,7 +58,8 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
         events.append(box)
     for place, at_s, size in picture.levels:
         # Bytes held since before the first span are shown at its start.
-        counted = {"name": f"{place} bytes", "ts": max(0.0, at(at_s)), "args": {"bytes": size}}
+        start = max(0.0, at(at_s))
+        counted = {"name": f"{place} bytes", "ts": start, "args": {"bytes": size}}
         events.append({"ph": "C", "pid": 0, **counted})
     for number, ends in enumerate(_whole_hops(picture.hops)):
         for hop in ends:
@@ -77,8 +78,9 @@ def joined(pictures: Sequence[Picture]) -> Picture:
     """Joins pictures of steps into one; copies of different steps get different keys."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
-    numbered = [(f"{n} ", hop) for n, picture in enumerate(pictures) for hop in picture.hops]
-    hops = (hop._replace(key=number + hop.key) for number, hop in numbered)
+    hops: list[Hop] = []
+    for n, picture in enumerate(pictures):
+        hops += (hop._replace(key=f"{n} {hop.key}") for hop in picture.hops)
     return Picture(tuple(spans), tuple(levels), tuple(hops))
 
 

@@ -40,12 +40,11 @@ def explain(
     for s, stage in enumerate(plan.stages):
         # Replicas of a stage usually have equal peaks, which are written once.
         stage_peaks = "\n  ".join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))
-        lines.append(
-            f"\nstage {s} on {_names(devices, stage)}: layers {_range(stage)}, "
-            f"{_load(graph, stage, layer_s)}; {stage_peaks}"
-        )
+        place, load = _names(devices, stage), _load(graph, stage, layer_s)
+        lines.append(f"\nstage {s} on {place}: layers {_range(stage)}, {load}; {stage_peaks}")
         for layer in stage.layers:
-            lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage)}")
+            fates = _fates(graph, layer, stage)
+            lines.append(f"  {_layer_line(graph, layer, layer_s)}{fates}")
     if reasons:
         lines += ["", *reasons]
     for parameter in graph.tied():
@@ -78,8 +77,8 @@ def stage_lines(
     for s, stage in enumerate(plan.stages):
         peak_sizes = [peak.bytes for d in stage.devices if (peak := peaks[d])]
         largest = format_bytes(max(peak_sizes)) if peak_sizes else "known elsewhere"
-        row = s, _names(devices, stage), _range(stage), _parameters(graph, stage), largest
-        rows.append(row)
+        where, holds = _names(devices, stage), _parameters(graph, stage)
+        rows.append((s, where, _range(stage), holds, largest))
     return columns(rows)
 
 

@@ -132,7 +132,8 @@ def _draw_rows(
         high = bottoms[span.device] + rows[span.device] - _GAP
         left, right = span.start_s, span.end_s
         corners = [(left, low), (left, high), (right, high), (right, low)]
-        by_look[KINDS[span.kind].look].append((corners, (right - left) * pt_per_s))
+        width_pt = (right - left) * pt_per_s
+        by_look[KINDS[span.kind].look].append((corners, width_pt))
     for device, label, start_s, end_s in _labels(spans):
         size = 7.5 if rows[device] == _DEVICE_ROW else 5.5
         # A digit is about 0.6 times as wide as the font's size.
@@ -155,7 +156,8 @@ def _draw_rows(
     axes.spines[:].set_visible(False)
     # The legend has the order of `KINDS`, not the order in which kinds were first drawn.
     looks = dict.fromkeys(info.look for info in KINDS.values())
-    _legend(axes, [Patch(color=look[1], label=look[0]) for look in looks if look in by_look])
+    drawn = [look for look in looks if look in by_look]
+    _legend(axes, [Patch(color=color, label=name) for name, color in drawn])
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:

@@ -65,7 +65,8 @@ class StepMetrics:
     def told(self) -> dict[str, Any]:
         """Returns the metrics that the run has, by name."""
         # A loss of 0 is a metric, but an empty mapping is not.
-        return {name: value for name, value in asdict(self).items() if value not in (None, (), {})}
+        absent = (None, (), {})
+        return {name: value for name, value in asdict(self).items() if value not in absent}
 
     def numbers(self) -> dict[str, int | float]:
         """Returns all numbers by name; entries of a mapping have names such as aux/accuracy.
@@ -119,7 +120,8 @@ class MetricsLog:
         kept = [line for line in lines if line["step"] <= resumed_step]
         self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
         # The lines of later steps are dropped here.
-        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        replace_text(path, text)
         self._file = path.open("a")
 
     def append(self, metrics: StepMetrics) -> None:

@@ -99,7 +99,8 @@ def place(
         used = tuple(dict.fromkeys(offered[: sum(counts)]))
     firsts = [offered[at] for at in accumulate(counts[:-1], initial=0)]
     each = range(schedule.stages_on(stages))
-    return used, tuple(used.index(firsts[schedule.device_of(s, stages)]) for s in each)
+    places = [used.index(firsts[schedule.device_of(s, stages)]) for s in each]
+    return used, tuple(places)
 
 
 def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares: bool) -> str:

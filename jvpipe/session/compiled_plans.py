@@ -323,7 +323,9 @@ class CompiledPlans:
         for start, plan in spans[:-1]:
             compiled = self.with_plan(Plan.from_json(plan))
             earlier = compiled.after(earlier and (earlier, start))
-        return self.current if earlier is None else self.current.after((earlier, spans[-1][0]))
+        if earlier is None:
+            return self.current
+        return self.current.after((earlier, spans[-1][0]))
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Makes the plan of `compiled` the plan of every batch shape from now on.

@@ -273,7 +273,8 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
         owned = [stage_of[graph.parameters[p].array.name] for p in graph.owned(layer)]
         of_layer.append(max([0, *of_layer[-1:], *owned]))
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
-    return Plan(tuple(Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs))
+    placed = [Stage(tuple(layers), stages[s].devices[:1]) for s, layers in runs]
+    return Plan(tuple(placed))
 
 
 def _arrays(

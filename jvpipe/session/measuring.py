@@ -238,10 +238,10 @@ class Measurement:
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
         # The longest forward is measured, because a short one spends most time on its dispatch.
-        bench, longest = self.bench, max(range(len(layers)), key=lambda at: layers[at].forward_s)
-        programs = layer_programs(bench.store, self.traced)[longest]
+        longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
+        programs = layer_programs(self.bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)
-        return measured_lending(bench.store, program, devices, bench.archive)
+        return measured_lending(self.bench.store, program, devices, self.bench.archive)
 
     def shapes(self, local: LocalCosts, pins: Pins | None = None) -> Shapes:
         """Returns the shapes (which devices each stage has) that a planner may choose from.

@@ -212,12 +212,9 @@ class Session(Engine):
             self._record(run.uses, state)
         metrics = self._metrics(run, state.step, values)
         self.controller.settle(earlier_marks)
+        updates = state.updates + run.updates
         after = replace(
-            state,
-            arrays=arrays,
-            step=state.step + 1,
-            stream_steps=stream_steps,
-            updates=state.updates + run.updates,
+            state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates
         )
         if compiled is not self.compiled:
             after = self._finish(after, compiled)

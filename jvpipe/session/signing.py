@@ -55,12 +55,12 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
         signer: has the compilers of the devices.
         limits: the limits of the devices.
     """
-    search = _SigningSearch(ask, question, signer, limits)
-    forecast, more = search.raised_by(0)
+    asking = ask, question, signer, limits
+    forecast, more = _raised_by(0, *asking)
     if forecast is not None:
         return forecast
     # The loop ends because the limits grow without bound, while compiled bytes stay bounded.
-    while (would_do := search.raised_by(more)[0]) is None:
+    while (would_do := _raised_by(more, *asking)[0]) is None:
         more += max(1, more // 16)
     (answer,), smallest = would_do.answers, would_do.problem.memory_limit_bytes
     assert smallest is not None
@@ -75,59 +75,40 @@ def signed(ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ..
     return replace(would_do, problem=problem, answers=(refused,))
 
 
-@dataclass(frozen=True)
-class _SigningSearch:
-    """The search for a plan that the compilers sign; the fields are the arguments of `signed`."""
+def _raised_by(
+    more: int, ask: Ask, question: Question, signer: "Signer", limits: tuple[int, ...]
+) -> tuple[Forecast | None, int]:
+    """Asks for plans until a compiled plan keeps the limits, which are raised by `more` bytes.
 
-    ask: Ask
-    question: Question
-    signer: "Signer"
-    limits: tuple[int, ...]
+    The other arguments are those of `signed`.
 
-    def raised_by(self, more: int) -> tuple[Forecast | None, int]:
-        """Asks for plans until a compiled plan keeps the limits, which are raised by `more` bytes.
-
-        Returns:
-            The answers and `more`; or None, and the smallest raise at which a plan is expected to
-            fit.
-        """
-        less, nearest, before = 0, math.inf, None
-        for _ in range(ASKING.signings):
-            limits = tuple(max(1, size + more - less) for size in self.limits)
-            forecast = self.ask(self.signer.said, limits)
-            limit = forecast.problem.memory_limit_bytes
-            assert limit is not None
-            if not forecast.fits:
-                needed = more + smallest_limit_bytes(forecast.answers) - limit
-                return None, int(min(nearest, needed))
-            problem = replace(forecast.problem, memory_limit_bytes=limit + less)
-            stages, over = self._compiled(forecast, problem)
-            if over <= 0:
-                compiled = replace(forecast.best, compiled=tuple(stages))
-                return replace(forecast, problem=problem, answers=(compiled,)), more
-            _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
-            nearest = min(nearest, more + over)
-            # If the planner repeats its plan, the reported bytes do not explain the excess, so only
-            # lower limits lead to another plan.
-            less += over if forecast.plan == before else 0
-            before = forecast.plan
-        return None, int(nearest)
-
-    def _compiled(self, forecast: Forecast, problem: Problem) -> tuple[list[CompiledStage], int]:
-        """Compiles the best plan.
-
-        Args:
-            forecast: has the plan.
-            problem: has the true limits.
-
-        Returns:
-            The bytes of the plan's stages, and the largest excess of a stage over its limit.
-        """
-        question = forecast.question or self.question
-        question = replace(question, microbatches=forecast.microbatches)
-        stages = self.signer.stages(question, forecast.problem, forecast.best)
+    Returns:
+        The answers and `more`; or None, and the smallest raise at which a plan is expected to fit.
+    """
+    less, nearest, before = 0, math.inf, None
+    for _ in range(ASKING.signings):
+        forecast = ask(signer.said, tuple(max(1, size + more - less) for size in limits))
+        limit = forecast.problem.memory_limit_bytes
+        assert limit is not None
+        if not forecast.fits:
+            needed = more + smallest_limit_bytes(forecast.answers) - limit
+            return None, int(min(nearest, needed))
+        model = replace(forecast.question or question, microbatches=forecast.microbatches)
+        stages = signer.stages(model, forecast.problem, forecast.best)
+        # The excess of the fullest stage is counted over the true limits.
+        problem = replace(forecast.problem, memory_limit_bytes=limit + less)
         pairs = zip(stages, problem.places, strict=True)
-        return stages, max(x.compiled_bytes - (problem.limit_of(at) or 0) for x, at in pairs)
+        over = max(stage.compiled_bytes - (problem.limit_of(at) or 0) for stage, at in pairs)
+        if over <= 0:
+            compiled = replace(forecast.best, compiled=tuple(stages))
+            return replace(forecast, problem=problem, answers=(compiled,)), more
+        _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
+        nearest = min(nearest, more + over)
+        # If the planner repeats its plan, the reported bytes do not explain the excess, so only
+        # lower limits lead to another plan.
+        less += over if forecast.plan == before else 0
+        before = forecast.plan
+    return None, int(nearest)
 
 
 @dataclass(frozen=True)

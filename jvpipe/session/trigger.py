@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
@@ -18,8 +18,8 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.state.migrate import Migration, copied_bytes, prepare_migration
-from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.planning import planned_again
+from jvpipe.session.settings import Settings
 from jvpipe.util.brief import brief
 
 _log = logging.getLogger("jvpipe")
@@ -82,6 +82,23 @@ class Told:
         return Told({step: Seen(*step_s) for step, step_s in seconds}, proposal, *rest)
 
 
+@runtime_checkable
+class ModelPlans(Protocol):
+    """The part of the interface of `CompiledPlans` that a judge uses.
+
+    Attributes:
+        settings: what the user asked for.
+        planned: the planner's first plan; None if the user gave the plan.
+    """
+
+    settings: Settings
+    planned: Planned | None
+
+    def with_plan(self, plan: Plan, base: CompiledPlan | None = None) -> CompiledPlan:
+        """Compiles the model under another plan."""
+        ...
+
+
 class Judge:
     """Collects the seconds of a model's steps; in the first process, proposes other plans.
 
@@ -91,7 +108,7 @@ class Judge:
         limits: the limits of memory in bytes; they also hold while the layers of a migration move.
     """
 
-    def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
+    def __init__(self, rule: Rule, compiled_plans: ModelPlans, limits: Limits) -> None:
         self.rule, self.link = rule, INFINITE
         self._compiled_plans, self._limits = compiled_plans, limits
         self.plans: dict[int, Plan] = {}  # by step: the plan of the step, until the step is judged
@@ -177,8 +194,9 @@ class Judge:
             compiled: the plan in use.
         """
         if self._trigger is None:
+            planned = self._compiled_plans.planned
             self._trigger = Trigger(
-                self._compiled_plans.layer_s,
+                planned and planned.layer_s,
                 compiled.microbatches,
                 synchronous=compiled.schedule.synchronous,
                 rule=self.rule,
