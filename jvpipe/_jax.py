@@ -18,6 +18,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
 from jax.interpreters import mlir
 from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue]
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from jvpipe.util.devices import Device, DeviceGroup, devices_in, is_plain, sharding_on, spec_of
 
@@ -166,6 +167,34 @@ def _outlined() -> Any:
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, on_cpu, platform="cpu")
     return primitive
+
+
+def lowered(jitted: Any, inputs: Sequence[Any], platform: str | None = None) -> Any:
+    """Lowers a jitted function; a quotient rounds in the same way in all programs that compute it.
+
+    To divide an array by a scalar, XLA multiplies by the scalar's reciprocal, but only if nothing
+    else reads the scalar. So a program that also divides another array by this scalar would round
+    differently. Here each division gets its scalar through a barrier of its own, which has no other
+    reader.
+
+    Args:
+        jitted: the function.
+        inputs: the shapes of its arguments.
+        platform: the platform to lower for; None means the inputs' own.
+    """
+    rules = ((jax.lax.div_p, _divided),)
+    return jitted.trace(*inputs).lower(
+        lowering_platforms=None if platform is None else (platform,),
+        _private_parameters=mlir.LoweringParameters(override_lowering_rules=rules),
+    )
+
+
+def _divided(context: Any, x: Any, y: Any) -> Any:
+    """Lowers a division; a scalar that divides an array comes through a barrier."""
+    array, divisor = context.avals_in
+    if array.ndim and not divisor.ndim:
+        y = hlo.OptimizationBarrierOp([y]).results[0]
+    return mlir._lowerings[jax.lax.div_p].rule(context, x, y)
 
 
 def laid_out(x: Any) -> Any:

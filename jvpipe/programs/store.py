@@ -292,7 +292,7 @@ class ProgramStore:
                 )
             )
         if isinstance(device, DeviceGroup):
-            return _spread(program, device).lower(*inputs)
+            return _jax.lowered(_spread(program, device), inputs)
         if program.key not in self._jitted:
             laid = _laid(program)
             jitted = jax.jit(
@@ -303,9 +303,7 @@ class ProgramStore:
             self._jitted.setdefault(program.key, jitted)
         jitted = self._jitted[program.key]
         with jax.default_device(device):  # for programs without inputs
-            if platform is not None:
-                return jitted.trace(*inputs).lower(lowering_platforms=(platform,))
-            return jitted.lower(*inputs)
+            return _jax.lowered(jitted, inputs, platform)
 
 
 def in_parallel(act: Callable[[T], U], items: Collection[T]) -> list[U]:
