@@ -38,8 +38,7 @@ class LookAhead:
         spare_bytes: the same while an earlier layer of the same stage runs.
         top_bytes: the most that these layers hold and work with while one of them runs.
         fall_bytes: up to the end of the stage, the bytes that the layers hand to the second halves
-            of backwards, less the bytes that their forwards leave; an array by layer alone, empty
-            unless backwards are split.
+            of backwards, less the bytes that their forwards leave; an array by layer alone.
     """
 
     least_bytes: ByMoment
@@ -54,8 +53,6 @@ def look_ahead(
     held_bytes: np.ndarray,
     shared_bytes: np.ndarray,
     ends: Ends,
-    *,
-    halves: bool,
 ) -> LookAhead:
     """Computes the lower bounds for the layers of a device.
 
@@ -67,7 +64,6 @@ def look_ahead(
             layers read.
         ends: for each layer, the number of the device's layers up to the end of the layer's stage;
             then the number of all of them.
-        halves: whether backwards run in two halves.
     """
     allowed = table.allowed[at]
     left = table.left_bytes[at]
@@ -88,15 +84,12 @@ def look_ahead(
     most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
     largest = most_over + least_from
     behind_all = np.full((len(largest), 1), -np.inf)
-    fall_bytes = np.empty(0)
-    if halves:
-        fall = least_of(table.handed_bytes[at] - left) - shared_bytes
-        fall_bytes = until_end(fall, np.zeros_like(fall), ends)
+    fall = least_of(table.handed_bytes[at] - left) - shared_bytes
     return LookAhead(
         least_bytes=least_to_come,
         spare_bytes=until_end(spare, least, ends),
         top_bytes=np.append(largest, behind_all, axis=1),
-        fall_bytes=fall_bytes,
+        fall_bytes=until_end(fall, np.zeros_like(fall), ends),
     )
 
 
