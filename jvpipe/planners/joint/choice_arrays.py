@@ -139,13 +139,11 @@ class Choices:
         Args:
             flights: what the stage of the layers has in flight at each moment that matters.
         """
-        every = slice(0, len(self.input_bytes))
-        held_bytes = [self.held_bytes(flight, every) for flight in flights]
+        held_bytes = [self.held_bytes(flight, slice(None)) for flight in flights]
         numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])
-        # The last two columns are always listed, because their needs depend on adjacent layers.
-        numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, choices in enumerate(self.every):
+            # The last two columns are always listed, because their needs depend on adjacent layers.
             columns = choices[:RECOMPUTE_CHAIN]
             chosen = numbers[:, row, columns]
             # Entry [a, b] says that column b is nowhere worse than column a. The first of several

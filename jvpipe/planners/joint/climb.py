@@ -26,8 +26,8 @@ Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be cha
 ends at a worse plan than it began with.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise, product
 from operator import itemgetter
 
@@ -62,8 +62,6 @@ class Climb:
         places: the most cuts by which a bound moves under a limit. With 1, bounds move one at a
             time, and stages stay on their devices.
         around: how many neighbors of the best plan are climbed from too.
-        ranks: a cache of the ranks of plans.
-        costs: a cache of the costs of stages, by the stage's number, first layer and choices.
     """
 
     problem: Problem
@@ -71,14 +69,15 @@ class Climb:
     tasks: int
     places: int = PLAN.places
     around: int = 0
-    ranks: dict[Decision, Rank] = field(default_factory=dict)
-    costs: dict[tuple[int, int, tuple[int, ...]], StageCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
         lists = problem.schedule.tasks(problem.devices, problem.microbatches)
         self._each = max(1, sum(map(len, lists)))
         self._cuts = Segments(problem).cuts
+        self._ranks = dict[Decision, Rank]()
+        # By the stage's number, first layer and choices.
+        self._costs = dict[tuple[int, int, tuple[int, ...]], StageCost]()
 
     def top(self, begin: Iterable[Decision]) -> Decision | None:
         """Climbs from the best of some plans, and returns the best plan found.
@@ -112,22 +111,17 @@ class Climb:
         """Climbs from neighbors of the best plan: even slower ones may lead to faster plans."""
         tried = set[Decision]()
         for _ in range(self.around):
-            start = self._fastest_neighbor(best, tried)
+            # The fastest untried neighbor with moved bounds. Only those with the least lower bounds
+            # of seconds are simulated.
+            clocked = self._clocked(self._fitting(self._some(self._moved(best))))
+            first = (one for _, one in clocked[: PLAN.neighbors])
+            others = (one for one in first if one not in {best, *tried})
+            start = min(others, key=self.rank, default=None)
             if start is None or self.tasks <= 0:
                 break
             tried.add(start)
             best = min(best, self.climbed(start), key=self.rank)
         return best
-
-    def _fastest_neighbor(self, best: Decision, tried: Set[Decision]) -> Decision | None:
-        """Finds the fastest untried neighbor with moved bounds; None if there is none.
-
-        Only the `PLAN.neighbors` neighbors with the least lower bounds of seconds are simulated.
-        """
-        clocked = self._clocked(self._fitting(self._some(self._moved(best))))
-        first = (one for _, one in clocked[: PLAN.neighbors])
-        others = (one for one in first if one not in {best, *tried})
-        return min(others, key=self.rank, default=None)
 
     def climbed(self, best: Decision) -> Decision:
         """Goes from a plan to its best neighbor again and again, until no neighbor is better."""
@@ -163,15 +157,15 @@ class Climb:
 
     def rank(self, decision: Decision) -> Rank:
         """Returns the rank of a plan, which is simulated the first time if it fits."""
-        if decision not in self.ranks:
+        if decision not in self._ranks:
             rank = self._unranked(decision)
             if rank[0] < OVER:
                 self.tasks -= self._each
                 step_s = simulated_step_s(self.problem, self._stages(decision))
                 # Rounding lets plans that differ only in rounding errors rank by bytes.
                 rank = float(f"{step_s:.9e}"), *rank[1:]
-            self.ranks[decision] = rank
-        return self.ranks[decision]
+            self._ranks[decision] = rank
+        return self._ranks[decision]
 
     def _fitting(self, decisions: Iterable[Decision]) -> list[Decision]:
         """Lists the plans that fit."""
@@ -192,14 +186,14 @@ class Climb:
         stages = []
         for s, i, j in cells(decision.bounds):
             key = s, i, decision.choices[i:j]
-            if key not in self.costs:
-                self.costs[key] = stage_cost(self.problem, s, i, j, decision.choices)
-            stages.append(self.costs[key])
+            if key not in self._costs:
+                self._costs[key] = stage_cost(self.problem, s, i, j, decision.choices)
+            stages.append(self._costs[key])
         return stages
 
     def _best_of(self, best: Decision, neighbors: Iterable[Decision]) -> Decision:
         """Returns the best of a plan and its new neighbors, while tasks to simulate are left."""
-        some = [one for one in self._some(neighbors) if one not in self.ranks]
+        some = [one for one in self._some(neighbors) if one not in self._ranks]
         if self.tasks <= 0:
             return best
         # Once a bound is above the best plan's seconds, so are all later bounds.

@@ -19,8 +19,8 @@ steps up to 5% longer.)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -43,11 +43,9 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        fewest_bytes: a cache of prefix sums of the layers' fewest bytes, by stage.
     """
 
     pricing: Pricing
-    fewest_bytes: dict[int, OverJ] = field(default_factory=dict)
 
     def least_cap_s(self) -> float:
         """Finds nearly the least cap under which the stages reach the last layer.
@@ -129,19 +127,21 @@ class Reach:
         limits = [(segments.compute_of(s), cap_s * (1 + 1e-12))]
         if pricing.limit_bytes < MOST_BYTES:
             room_bytes = pricing.limit_bytes - segments.problem.less_bytes(s)
-            limits.append((self._fewest_bytes(s), room_bytes + ROUNDING_BYTES))
+            limits.append((self._fewest_bytes[s], room_bytes + ROUNDING_BYTES))
         return limits
 
-    def _fewest_bytes(self, s: int) -> OverJ:
-        """Returns prefix sums of the fewest bytes that layers hold on a stage."""
-        if s not in self.fewest_bytes:
+    @cached_property
+    def _fewest_bytes(self) -> list[OverJ]:
+        """For each stage, prefix sums of the fewest bytes that layers hold on it."""
+        every = []
+        for s in range(self.pricing.segments.problem.stages):
             pricing = self.pricing.at(s)
             offers = pricing.offers(s, slice(None))
             held = np.where(offers.there, offers.held_bytes, np.inf).min(1)
             # Segments with a layer that has no possible choice are excluded by `least_bytes`.
             layers = np.where(np.isfinite(held), held, 0.0)
-            self.fewest_bytes[s] = sums(layers) + pricing.segments.static_bytes(s)
-        return self.fewest_bytes[s]
+            every.append(sums(layers) + pricing.segments.static_bytes(s))
+        return every
 
 
 def area(windows: Sequence[Cuts]) -> int:

@@ -124,11 +124,11 @@ class Growth:
         self.columns = list[Columns]()
         given = []
         held = []
-        for layers, flights in zip(lot.layers, zip(*lot.moments, strict=True), strict=True):
+        for (_, i, j), flights in zip(lot.cells, zip(*lot.moments, strict=True), strict=True):
             columns = table.min_bytes_columns(flights) if by_bytes else table.every
-            self.columns += columns[layers]
-            given.append(pricing.segments.given(layers.start)[layers])
-            held.append([table.held_bytes(flight, layers) for flight in flights])
+            self.columns += columns[i:j]
+            given.append(pricing.segments.given(i)[i:j])
+            held.append([table.held_bytes(flight, slice(i, j)) for flight in flights])
         self.given = np.concatenate(given)
         self.held = np.concatenate(held, axis=1)
         self.ahead = look_ahead(
@@ -207,9 +207,9 @@ class Growth:
         layer = self.at[at]
         columns = self.columns[at]
         temporary = table.temporary_bytes[layer]
-        again = [RECOMPUTE, RECOMPUTE_CHAIN]
-        working = np.broadcast_to(table.working_bytes[layer, columns], run.shape).copy()
-        working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + temporary
+        working = run + table.recompute_peak_bytes[layer] + temporary
+        options = columns[:RECOMPUTE_CHAIN]  # all but the two choices of runs
+        working[:, :RECOMPUTE_CHAIN] = table.working_bytes[layer, options]
         working_on = grown[RUN] + temporary  # if the next layer continues the run
         left = table.left_bytes[layer, columns] + self.given[at]
 

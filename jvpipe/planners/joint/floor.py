@@ -19,7 +19,6 @@ floor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -52,59 +51,42 @@ def floor(
     """
     few = len(problem.costs.layers) <= LIMIT.every_cut_layers
     most = LIMIT.plans_of_few if few else LIMIT.plans
-    search = _FloorSearch(held_bytes, enough_bytes, most)
-    search.look(_beginnings(problem, keeps=keeps))
-    if few and not keeps:
-        search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
-    before = None
-    # This ends, because each round but the last finds an emptier plan, and the number of plans is
-    # finite. With many layers, counting a plan takes long, so the first emptier neighbor is taken.
-    # With few layers, all neighbors are compared.
-    while search.lowest is not before:
-        before = search.lowest
-        search.look(_neighbors(problem, before, keeps=keeps), until_better=not few)
-    return search.lowest
+    seen = set[Decision]()
+    lowest = Floor(Decision((), ()), (2**63,))
 
-
-@dataclass
-class _FloorSearch:
-    """A search that counts each plan at most once.
-
-    Attributes:
-        held_bytes: as in `floor`.
-        enough_bytes: as in `floor`.
-        most: how many plans may be counted.
-        seen: the plans counted so far.
-        lowest: the emptiest plan counted so far.
-    """
-
-    held_bytes: Callable[[Decision], Sequence[int]]
-    enough_bytes: int
-    most: int
-    seen: set[Decision] = field(default_factory=set)
-    lowest: Floor = field(default_factory=lambda: Floor(Decision((), ()), (2**63,)))
-
-    @property
-    def ended(self) -> bool:
-        """Whether the emptiest plan holds at most `enough_bytes`, or no plans are left to count."""
-        return self.lowest.bytes <= self.enough_bytes or len(self.seen) >= self.most
-
-    def look(self, decisions: Iterator[Decision], *, until_better: bool = False) -> None:
-        """Counts what plans hold, one by one, until the search has `ended`.
+    def look(decisions: Iterator[Decision], *, until_better: bool = False) -> None:
+        """Counts new plans, one by one, until one is empty enough or as many are seen as may be.
 
         Args:
             decisions: the plans.
             until_better: whether to stop at the first plan that is emptier than all plans counted
-                before this call.
+                before.
         """
-        before = self.lowest
-        while not self.ended and (decision := next(decisions, None)):
-            if until_better and self.lowest is not before:
+        nonlocal lowest
+        while lowest.bytes > enough_bytes and len(seen) < most:
+            decision = next(decisions, None)
+            if decision is None:
                 break
-            if decision not in self.seen:
-                self.seen.add(decision)
-                plan = Floor(decision, tuple(self.held_bytes(decision)))
-                self.lowest = min(self.lowest, plan, key=lambda x: x.fullness)
+            if decision in seen:
+                continue
+            seen.add(decision)
+            plan = Floor(decision, tuple(held_bytes(decision)))
+            if plan.fullness < lowest.fullness:
+                lowest = plan
+                if until_better:
+                    break
+
+    look(_beginnings(problem, keeps=keeps))
+    if few and not keeps:
+        look(_of_every_cut(problem, lambda: lowest.bytes))
+    before = None
+    # This ends, because each round but the last finds an emptier plan, and the number of plans is
+    # finite. With many layers, counting a plan takes long, so the first emptier neighbor is taken.
+    # With few layers, all neighbors are compared.
+    while lowest is not before:
+        before = lowest
+        look(_neighbors(problem, before, keeps=keeps), until_better=not few)
+    return lowest
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:

@@ -15,7 +15,7 @@ later stages hold all that they keep of it. So some sums count one number for ea
 stage in which the sum begins, and another number for each layer of later stages (`until_end`).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -27,8 +27,7 @@ Ends = Int[np.ndarray, "_"]
 ByMoment = Float[np.ndarray, "moments _"]
 
 
-@dataclass(frozen=True, eq=False)
-class LookAhead:
+class LookAhead(NamedTuple):
     """Lower bounds of what each layer of a device and all later ones hold and need.
 
     The arrays are by moment and layer; their last entries are for no layers at all.

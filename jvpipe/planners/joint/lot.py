@@ -42,8 +42,3 @@ class Lot:
     def of_stage(in_flight: int, cell: Cell) -> "Lot":
         """Makes the lot of a device with one stage, whose backwards are whole."""
         return Lot((cell,), (((in_flight, 0),),))
-
-    @property
-    def layers(self) -> list[slice]:
-        """The layers of each stage."""
-        return [slice(i, j) for _, i, j in self.cells]

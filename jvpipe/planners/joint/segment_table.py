@@ -129,8 +129,7 @@ class StageTable:
 
     def price(self, prices: Prices) -> None:
         """Raises the lower bound of each cell to the one that these prices prove, if higher."""
-        bound_s = self.pricing.bound_s(self.block, prices)
-        proven_s = np.maximum(self.seconds, bound_s)
+        proven_s = np.maximum(self.seconds, self.pricing.bound_s(self.block, prices))
         self.seconds = np.where(self.settled, self.seconds, proven_s)
 
     def at(self, row: int, column: int) -> "StageTable":
@@ -183,10 +182,11 @@ class Table:
         self.pricing = pricing
         self.effort = effort
         self.cuts = list(cuts)
-        spans = enumerate(pairwise(cuts))
-        blocks = [pricing.segments.block(s, starts, ends) for s, (starts, ends) in spans]
-        self.stages = [StageTable.of(pricing.at(block.s), block) for block in blocks]
-        self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
+        self.stages = [
+            StageTable.of(pricing.at(s), pricing.segments.block(s, *near))
+            for s, near in enumerate(pairwise(cuts))
+        ]
+        self.most_swapped_bytes = most_swapped_bytes or (np.inf,) * len(self.stages)
         self.fates: dict[Cell, tuple[int, ...]] = {}
         self.prices: dict[Cell, Prices] = {}
         # Lower bounds of the settled cells whose known choices may not be the best.

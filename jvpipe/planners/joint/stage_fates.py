@@ -118,7 +118,7 @@ class FateSearch:
         if prices is None:
             asked = Relaxation(with_last, self.room, query.compute_s, query.traffic_s)
             prices = DualBounds([asked]).solve()[0]
-        self.prices = self.alpha, self.mu = prices
+        self.prices = prices
         # Lower bounds of what the remaining layers cost at these prices.
         priced = offers.cost(*prices)
         paid = priced.min(1)
@@ -127,7 +127,7 @@ class FateSearch:
         # backwards have freed it.
         left = table.left_bytes[at]
         others = offers._replace(held_bytes=held_bytes - left).cost(*prices)
-        spared = others.min(1) - self.mu * growth.given
+        spared = others.min(1) - prices[1] * growth.given
         self.cost_to_come = to_come(with_last.cost(*prices).min(1))
         self.paid_to_come = to_come(paid)
         self.spare_to_come = until_end(spared, paid, growth.ends)
@@ -148,9 +148,9 @@ class FateSearch:
                 Left bytes are scaled like held bytes.
         """
         query = self.query
-        alpha = self.alpha
+        alpha, mu = self.prices
         without_fates_s = alpha * query.compute_s + (1 - alpha) * query.traffic_s
-        bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
+        bound_s = without_fates_s + self.cost_to_come[0] - mu * self.room
         # The more a choice costs above its layer's cheapest, the less it counts. The unit
         # of this difference is a share (`FATE.near_best`) of the mean seconds of a layer.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
@@ -160,7 +160,7 @@ class FateSearch:
         shares = near / near.sum(1, keepdims=True)
         sums_to_come = np.array([to_come((shares * x).sum(1)) for x in taken])
         room = self.room - self.last_bytes
-        binds = np.array([alpha > 0, alpha < 1, self.mu > 0])
+        binds = np.array([alpha > 0, alpha < 1, mu > 0])
         rest = np.maximum([bound_s - query.compute_s, bound_s - query.traffic_s, room], 0.0)
         whole = sums_to_come[:3, 0]
         # An estimate that is nearly 0 stays: its scale might be infinite.
@@ -252,7 +252,7 @@ class FateSearch:
         compute_so_far_s, link_so_far_s = self._loads_s(states)
         may = np.isfinite(bound)
         overrun = np.maximum(np.where(may, over, 0.0), 0.0)
-        penalty_s = FATE.overrun_price * self.mu * overrun
+        penalty_s = FATE.overrun_price * self.prices[1] * overrun
         seconds = np.maximum(compute_so_far_s + extra_s, link_so_far_s + link_s)
         expected_s = np.where(may, seconds + penalty_s, np.inf)
         near = np.argpartition(expected_s, width)[:width]
