@@ -62,6 +62,10 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 States = Float[np.ndarray, "rows _"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
+BEGIN = np.zeros(EVERY)
+"""The rows of a state in which no layer has a choice yet, up to those of the moments."""
+BEGIN[[RUN, OPEN, HALVES_OPEN, ENDS_OPEN]] = np.inf
+BEGIN[[HALVES, ENDS]] = -np.inf
 PerState = Float[np.ndarray, "M"]
 Places = Int[np.ndarray, "_"]
 """The indices of some states."""
@@ -106,12 +110,12 @@ class Growth:
         stage = lot.cells[0][0]
         # All stages of a device work on equal shares of micro-batches.
         pricing = pricing.at(stage)
-        self.table = pricing.choices
+        self.table = table = pricing.choices
         self.lot = lot
         # If only bytes count, states must not differ in other numbers. So the other numbers are 0.
         counted = 0.0 if by_bytes else 1.0
         self.extra_s = counted * pricing.extra_s(stage)
-        self.swapped_bytes = counted * self.table.swapped_bytes
+        self.swapped_bytes = counted * table.swapped_bytes
         sizes = [j - i for _, i, j in lot.cells]
         ends = np.cumsum(sizes)
         self.n = int(ends[-1])
@@ -120,7 +124,6 @@ class Growth:
         # and later rows if the device has one stage, HALVES and later rows if backwards are whole.
         self.fixed_rows = EVERY if lot.halves else MOST + (len(sizes) > 1)
         self.at = np.concatenate([np.arange(i, j) for _, i, j in lot.cells])
-        table = self.table
         self.columns = list[Columns]()
         given = []
         held = []
@@ -141,10 +144,7 @@ class Growth:
 
     def begin(self) -> States:
         """Returns the one state in which no layer has a choice yet."""
-        fixed = np.zeros(EVERY)
-        fixed[[RUN, OPEN, HALVES_OPEN, ENDS_OPEN]] = np.inf
-        fixed[[HALVES, ENDS]] = -np.inf
-        state = np.concatenate([fixed[: self.fixed_rows], self.lot.base_bytes])
+        state = np.concatenate([BEGIN[: self.fixed_rows], self.lot.base_bytes])
         return state[:, None]
 
     def grown(self, states: States, at: int) -> States:
@@ -249,12 +249,9 @@ class Growth:
         if self.lot.halves:
             halves = np.minimum(states[HALVES], states[ENDS])
             needed = np.maximum(needed, halves)
-            states[[HALVES, ENDS]] = -np.inf
-            states[[HALVES_OPEN, ENDS_OPEN]] = np.inf
-            states[LEFT] = 0.0
         states[MOST] = np.maximum(states[MOST], needed)
-        states[BEYOND] = 0.0
-        states[OPEN] = np.inf
+        of_stage = [BEYOND, OPEN, *range(HALVES, self.fixed_rows)]
+        states[of_stage] = BEGIN[of_stage, None, None]
 
     def least_bytes(self, states: States, done: int) -> PerState:
         """Bounds from below the peak bytes of each state, whatever the later layers choose.

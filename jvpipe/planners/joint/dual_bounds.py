@@ -260,8 +260,7 @@ class DualBounds:
         # equally long. Halving finds it.
         is_sought = compute_over_link < 0
         if is_sought.any():
-            low = np.zeros_like(alpha)
-            high = np.ones_like(alpha)
+            low, high = np.zeros_like(alpha), alpha
             for _ in range(self.ALPHA_STEPS):
                 alpha = np.where(is_sought, (low + high) / 2, 1.0)
                 sign = self._bisect_mu(alpha)
@@ -309,7 +308,7 @@ class DualBounds:
         cost = offers.cost(alpha[self.of, None], mu[self.of, None])
         # Each layer makes its cheapest choice; sums are over the layers of each relaxation.
         chosen = np.arange(len(cost)), cost.argmin(1)
-        numbers = offers.extra_s, offers.link_s, offers.held_bytes
+        _, *numbers = offers
         extra_s, swaps_s, held_bytes = (np.add.reduceat(x[chosen], self.first) for x in numbers)
         compute_s = self.compute_s + extra_s
         link_s = self.traffic_s + swaps_s

@@ -62,23 +62,22 @@ def min_bytes_plan(pricing: Pricing) -> Floor:
     """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
+    plan = None
     if area(cuts) <= LIMIT.all_cells:
         plan = _min_bytes_plan(pricing, cuts)
-        assert plan is not None, "without a limit there is a plan"
-        return plan
-    least = _least_reached_bytes(pricing)
-    # Each bound gets a window: the cuts that stages can reach under a limit. `least` is
-    # only a lower bound, so perhaps no plan keeps it, and larger limits are tried. All
-    # plans that keep a limit lie in its windows. So once the plan found keeps the limit, no
-    # wider windows are needed.
-    plan = None
-    for slack in (1.02, 1.2, 3.0):
-        limit = least * slack
-        windows = Reach(replace(pricing, limit_bytes=limit)).windows(np.inf)
-        plan = _min_bytes_plan(pricing, bounded(windows))
-        if plan and plan.bytes <= limit:
-            break
-    assert plan is not None
+    else:
+        least = _least_reached_bytes(pricing)
+        # Each bound gets a window: the cuts that stages can reach under a limit. `least` is only a
+        # lower bound, so perhaps no plan keeps it, and larger limits are tried. All plans that keep
+        # a limit lie in its windows. So once the plan found keeps the limit, no wider windows are
+        # needed.
+        for slack in (1.02, 1.2, 3.0):
+            limit = least * slack
+            windows = Reach(replace(pricing, limit_bytes=limit)).windows(np.inf)
+            plan = _min_bytes_plan(pricing, bounded(windows))
+            if plan and plan.bytes <= limit:
+                break
+    assert plan is not None, "without a limit there is a plan"
     return plan
 
 

@@ -166,14 +166,12 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     if limit is None or not solution.feasible:
         return solution
     stages = evaluate_decision(problem, solution.decision()).stages
-    moves = [stage.host_bytes for stage in stages]
-    total = sum(moves)
+    total = sum(stage.host_bytes for stage in stages)
     if total <= limit:
         return solution
     # Two alternatives are searched, and the faster one is taken: each stage may swap in proportion
     # to what it swaps now, or no stage swaps.
-    shares = zip(moves, stages, strict=True)
-    parts = [limit * moved / total // (x.replicas * x.in_flight) for moved, x in shares]
+    parts = [limit * x.host_bytes / total // (x.replicas * x.in_flight) for x in stages]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),
