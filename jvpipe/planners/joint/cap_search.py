@@ -186,7 +186,7 @@ def search(problem: Problem, table: Table) -> Solution:
     ticks = count()
 
     def push(bound_s: float, box: Box) -> None:
-        # Of boxes with equal bounds, the one that was added first is opened first.
+        # Boxes with equal bounds are opened in the order in which they were added.
         heappush(boxes, (bound_s, next(ticks), box))
 
     paths = dict[Path, float]()
