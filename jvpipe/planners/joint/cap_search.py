@@ -35,8 +35,8 @@ How hard to search may be changed (`Effort` in `segment_table.py`). With less ef
 not be the best, but its lower bound stays valid.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -44,7 +44,7 @@ from itertools import count
 import numpy as np
 
 from jvpipe.planners.joint.segment_table import Path, StageTable, Table
-from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
+from jvpipe.planners.model.chain_dp import Matrix, Places, least_max, least_sum
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import CutBlock
 
@@ -104,11 +104,6 @@ class Objective:
     problem: Problem
     segments: Sequence[StageTable]
 
-    @property
-    def waits(self) -> int:
-        """How often a step waits for the slowest stage."""
-        return self.problem.microbatches - self.problem.schedule.synchronous
-
     @cached_property
     def with_once(self) -> Stages:
         """The segments, with a micro-batch's share of what happens once per step added to t.
@@ -120,11 +115,6 @@ class Objective:
         return [(x.block, x.seconds + x.block.once_s / m) for x in self.segments]
 
     @cached_property
-    def sums(self) -> list[Matrix]:
-        """For each segment, t + comm."""
-        return [t + block.comm_s for block, t in self.with_once]
-
-    @cached_property
     def phases(self) -> list[list[Matrix]]:
         """For each phase, how long each segment keeps the others waiting per micro-batch."""
         return phases(self.problem, self.with_once)
@@ -134,30 +124,40 @@ class Objective:
         """For each phase, a lower bound on the maximum over the segments of a path."""
         return tuple(map(least_max, self.phases))
 
-    def under(self, caps: Caps) -> list[Matrix]:
-        """Returns the sums, with infinity for each segment that is over the cap of some phase."""
-        capped = self.sums
-        for phase, cap in zip(self.phases, caps, strict=True):
+    def shortest(self, caps: Caps) -> tuple[float, Places | None]:
+        """Finds the path with the least sum of t + comm among those that keep the caps of phases.
+
+        Args:
+            caps: of the first phases; phases without a cap have no limit.
+
+        Returns:
+            The seconds that the sum adds to a step, and the places of the path; infinity and None
+            if no path keeps the caps. An asynchronous schedule has no sum in its form.
+        """
+        sums = [t + block.comm_s for block, t in self.with_once]
+        for phase, cap in zip(self.phases, caps, strict=False):
             if np.isfinite(cap):
-                both = zip(phase, capped, strict=True)
-                capped = [np.where(waits <= cap, total, np.inf) for waits, total in both]
-        return capped
+                both = zip(phase, sums, strict=True)
+                sums = [np.where(waits <= cap, total, np.inf) for waits, total in both]
+        total_s, places = least_sum(sums)
+        if places and not self.problem.schedule.synchronous:
+            total_s = 0.0
+        return total_s, places
 
     @property
     def step_s(self) -> float:
         """A lower bound on the seconds of a step."""
-        total_s, _ = least_sum(self.sums)
-        return float(self.summed(total_s)) + self.waits * sum(self.maxima)
+        total_s, _ = self.shortest(())
+        return _step_s(self.problem, total_s, self.maxima)
 
-    def summed(self, total_s: float | np.ndarray) -> float | np.ndarray:
-        """Returns the seconds that a sum over stages adds to a step.
 
-        An asynchronous schedule has no sum in its form, so a finite sum becomes 0. An infinite sum
-        stays: it marks an impossible path.
-        """
-        if self.problem.schedule.synchronous:
-            return total_s
-        return np.where(np.isinf(total_s), total_s, 0.0)
+def _step_s(
+    problem: Problem,
+    total_s: float,
+    maxima: Caps,
+) -> float:
+    """Returns the seconds of a step by the module's forms, from their sum and their maxima."""
+    return total_s + (problem.microbatches - problem.schedule.synchronous) * sum(maxima)
 
 
 def phases(problem: Problem, stages: Stages) -> list[list[Matrix]]:
@@ -175,112 +175,65 @@ def phases(problem: Problem, stages: Stages) -> list[list[Matrix]]:
 
 
 def search(problem: Problem, table: Table) -> Solution:
-    """Finds the best paths through a table; no paths if nothing fits."""
-    solution = _Boxes(problem, table).search()
-    if table.proven:
-        return solution
-    # The search for the fates of some cells was too short to prove that their t is the least. So
-    # the step is bounded again, by proven lower bounds of t.
-    bound_s = max(solution.bound_s, Objective(problem, table.lower()).step_s)
-    return replace(solution, bound_s=min(solution.step_s, bound_s))
-
-
-@dataclass
-class _Boxes:
-    """The state of a search: the boxes left to open, and the paths found.
+    """Finds the best paths through a table; no paths if nothing fits.
 
     A box has a low and a high cap for each phase. It stands for the paths whose maxima lie between
-    the low and the high caps. The bound of a box is the least sum of any path under the high caps,
-    plus `waits` times the low caps. No path of the box takes less, because neither its sum nor its
-    maxima are smaller.
-
-    Attributes:
-        problem: the problem to plan for.
-        table: the segments.
-        heap: the boxes as (bound, tick, box), the least bound first.
-        ticks: numbers the boxes in the order in which they were added.
-        paths: the paths found, with the seconds of a step.
-        best_s: the seconds of a step with the best path found.
+    the low and the high caps. A box is bounded by the least sum of any path under the high caps,
+    with the low caps as maxima. No path of the box has a smaller sum or smaller maxima.
     """
+    effort = table.effort
+    boxes = list[tuple[float, int, Box]]()
+    ticks = count()
 
-    problem: Problem
-    table: Table
-    heap: list[tuple[float, int, Box]] = field(default_factory=list)
-    ticks: Iterator[int] = field(default_factory=count)
-    paths: dict[Path, float] = field(default_factory=dict)
-    best_s: float = np.inf
+    def push(bound_s: float, box: Box) -> None:
+        # Boxes with equal bounds are opened in the order in which they were added.
+        heappush(boxes, (bound_s, next(ticks), box))
 
-    def __post_init__(self) -> None:
-        objective = Objective(self.problem, self.table.stages)
-        self.waits = objective.waits
-        self.low = objective.maxima
-
-    def search(self) -> Solution:
-        """Opens boxes, least bound first, until none can hold a better path or effort runs out."""
-        table = self.table
-        bound_s = 0.0
-        self._push(0.0, (self.low, (np.inf,) * len(self.low)))
-        while self._may_be_better():
-            expected_s, _, box = heappop(self.heap)
-            low, high = box
-            if table.proven:
-                bound_s = max(bound_s, expected_s)
-            total_s, path = self._shortest(high)
-            if path is None:
-                continue
-            # The seconds of open cells are only lower bounds. The path's open cells are refined,
-            # and the box is pushed again, because another path may now be the shortest. This ends,
-            # because a cell is refined at most twice.
-            opened = table.open_cells(path)
-            if opened:
-                table.refine(opened)
-                box_s = total_s + self.waits * sum(low)
-                self._push(max(box_s, expected_s), box)
-                if not table.open_cells(path):
-                    self._meet(path)
-                continue
+    paths = dict[Path, float]()
+    best_s = np.inf
+    bound_s = 0.0
+    maxima = Objective(problem, table.stages).maxima
+    push(0.0, (maxima, (np.inf,) * len(maxima)))
+    # Boxes are opened, least bound first, until none can hold a better path or effort runs out.
+    while boxes and boxes[0][0] < best_s * (1 - effort.tolerance):
+        if paths and table.layers > effort.layers:
+            break
+        expected_s, _, box = heappop(boxes)
+        low, high = box
+        if table.proven:
+            bound_s = max(bound_s, expected_s)
+        total_s, places = Objective(problem, table.stages).shortest(high)
+        if places is None:
+            continue
+        path = table.path(places)
+        # The seconds of open cells are only lower bounds. The path's open cells are refined,
+        # and the box is pushed again, because another path may now be the shortest. This ends,
+        # because a cell is refined at most twice.
+        opened = table.open_cells(path)
+        if opened:
+            table.refine(opened)
+            box_s = _step_s(problem, total_s, low)
+            push(max(box_s, expected_s), box)
+        if table.open_cells(path):
+            continue
+        met = Objective(problem, table.along(path))
+        step_s = met.step_s
+        if np.isfinite(step_s):
+            paths[path] = step_s
+        best_s = min(best_s, step_s)
+        if not opened:
             # The path has the least sum of its box, so a better path of the box has a smaller
             # maximum in some phase.
-            for smaller in _rest(low, high, self._meet(path)):
-                below, _ = smaller
-                self._push(total_s + self.waits * sum(below), smaller)
-        if table.proven:
-            bound_s = self.heap[0][0] if self.heap else self.best_s
-        paths = tuple(sorted(self.paths, key=lambda path: self.paths[path]))
-        return Solution(
-            paths,
-            self.best_s,
-            min(bound_s, self.best_s),
-            table,
-        )
-
-    def _push(self, bound_s: float, box: Box) -> None:
-        """Adds a box; of boxes with equal bounds, the one that was added first is opened first."""
-        heappush(self.heap, (bound_s, next(self.ticks), box))
-
-    def _may_be_better(self) -> bool:
-        """Tells whether a box may have a better path and there is effort left to open it."""
-        effort = self.table.effort
-        if not self.heap or (self.table.layers > effort.layers and self.paths):
-            return False
-        enough_s = self.best_s * (1 - effort.tolerance)
-        return self.heap[0][0] < enough_s
-
-    def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
-        """Finds the path with the least sum under the caps; None if no path keeps them."""
-        objective = Objective(self.problem, self.table.stages)
-        total_s, places = least_sum(objective.under(caps))
-        path = self.table.path(places) if places else None
-        return float(objective.summed(total_s)), path
-
-    def _meet(self, path: Path) -> Caps:
-        """Records a path whose cells are all settled, and returns its maxima."""
-        objective = Objective(self.problem, self.table.along(path))
-        step_s = objective.step_s
-        if np.isfinite(step_s):
-            self.paths[path] = step_s
-        self.best_s = min(self.best_s, step_s)
-        return objective.maxima
+            for below, above in _rest(low, high, met.maxima):
+                push(_step_s(problem, total_s, below), (below, above))
+    if table.proven:
+        bound_s = boxes[0][0] if boxes else best_s
+    else:
+        # The search for the fates of some cells was too short to prove that their t is the least.
+        # So the step is bounded again, by proven lower bounds of t.
+        bound_s = max(bound_s, Objective(problem, table.lower()).step_s)
+    best_first = tuple(sorted(paths, key=paths.__getitem__))
+    return Solution(best_first, best_s, min(bound_s, best_s), table)
 
 
 def _rest(

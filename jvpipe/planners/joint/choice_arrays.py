@@ -19,14 +19,14 @@ layer. Each layer adds its `residual_bytes`, and each layer but the first also a
 `input_bytes`. The last layer of a run works with `recompute_peak_bytes` in place of its residuals.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.cost.costs import Costs
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 from jvpipe.planners.model.stage_bytes import (
     LayerBytes,
@@ -53,10 +53,10 @@ class Choices:
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
     swapped_bytes: PerChoice
-    handed_bytes: PerChoice
-    own_s: PerChoice
-    forward_s: PerLayer
     working_bytes: PerChoice  # a lower bound for the two choices that recompute
+    own_s: PerChoice
+    handed_bytes: PerChoice
+    forward_s: PerLayer
     residual_bytes: PerLayer
     recompute_peak_bytes: PerLayer
     input_bytes: PerLayer
@@ -71,44 +71,28 @@ class Choices:
             swaps: whether options that swap are allowed.
         """
         layers = costs.layers
-        shape = len(layers), max(len(layer.options) for layer in layers) + 2
+        columns = max(len(layer.options) for layer in layers) + 2
         # Arrays are stored column by column, because most queries take the least of each row for
-        # all layers at once.
-        allowed = np.zeros(shape, dtype=bool, order="F")
-        kept, swapped, working, extra, handed = (np.zeros(shape, order="F") for _ in range(5))
+        # all layers at once. They are in the order of the attributes.
+        allowed = np.zeros((columns, len(layers)), dtype=bool).T
+        per_choice = np.zeros((5, columns, len(layers))).transpose(0, 2, 1)
+        per_layer = []
         for row, layer in enumerate(layers):
+            residual_bytes = layer.options[0].kept_bytes
+            again_bytes = recompute_peak_bytes(layer)
+            sizes = residual_bytes, again_bytes, layer.input_bytes, layer.temporary_bytes
+            per_layer.append((layer.forward_s, *sizes))
             # The next layer's choice decides whether a layer ends its run. The lesser need of the
             # two cases is a lower bound for both.
-            inside = min(layer.options[0].kept_bytes, recompute_peak_bytes(layer))
-            chain = LayerBytes(
-                0,
-                0,
-                inside + layer.temporary_bytes,
-                recompute_s(layer),
-            )
+            working_bytes = min(residual_bytes, again_bytes) + layer.temporary_bytes
+            chain = LayerBytes(0, 0, working_bytes, recompute_s(layer))
             again = chain._replace(kept=layer.input_bytes)
             options = [option_bytes(layer, option) for option in layer.options]
             for c, taken in (*enumerate(options), (RECOMPUTE_CHAIN, chain), (RECOMPUTE, again)):
-                kept[row, c], swapped[row, c], working[row, c], extra[row, c] = taken
                 allowed[row, c] = swaps or taken.swapped == 0
-                handed[row, c] = handed_bytes(costs, row, taken)
-
-        def per_layer(number: Callable[[LayerCost], float]) -> PerLayer:
-            return np.array([float(number(layer)) for layer in layers])
-
-        return Choices(
-            allowed=allowed,
-            kept_bytes=kept,
-            swapped_bytes=swapped,
-            handed_bytes=handed,
-            own_s=extra,
-            forward_s=per_layer(lambda layer: layer.forward_s),
-            working_bytes=working,
-            residual_bytes=per_layer(lambda layer: layer.options[0].kept_bytes),
-            recompute_peak_bytes=per_layer(recompute_peak_bytes),
-            input_bytes=per_layer(lambda layer: layer.input_bytes),
-            temporary_bytes=per_layer(lambda layer: layer.temporary_bytes),
-        )
+                per_choice[:, row, c] = *taken, handed_bytes(costs, row, taken)
+        numbers = np.array(per_layer, dtype=np.float64).T.copy()
+        return Choices(allowed, *per_choice, *numbers)
 
     @cached_property
     def every(self) -> list[Columns]:
@@ -155,21 +139,18 @@ class Choices:
         Args:
             flights: what the stage of the layers has in flight at each moment that matters.
         """
-        every = slice(0, len(self.input_bytes))
-        held_bytes = [self.held_bytes(flight, every) for flight in flights]
+        held_bytes = [self.held_bytes(flight, slice(None)) for flight in flights]
         numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])
-        # The last two columns are always listed, because their needs depend on adjacent layers.
-        numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, choices in enumerate(self.every):
+            # The last two columns are always listed, because their needs depend on adjacent layers.
             columns = choices[:RECOMPUTE_CHAIN]
             chosen = numbers[:, row, columns]
             # Entry [a, b] says that column b is nowhere worse than column a. The first of several
             # equal columns stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
-            same = no_worse & no_worse.T
-            is_better = no_worse & ~same
-            is_repeated = np.tril(same, -1)
+            is_better = no_worse & ~no_worse.T
+            is_repeated = np.tril(no_worse & no_worse.T, -1)
             beaten = (is_better | is_repeated).any(1)
             per_layer.append(np.append(columns[~beaten], RUNS))
         return tuple(per_layer)
@@ -186,9 +167,5 @@ class Choices:
         (`stage_bytes.py`).
         """
         k, between = flight
-        total = on_device_bytes(
-            k,
-            self.kept_bytes[layers],
-            self.swapped_bytes[layers],
-        )
+        total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
         return total + between * self.handed_bytes[layers]

@@ -26,15 +26,16 @@ Other neighbors may be added, and the numbers in `PLAN` (`effort.py`) may be cha
 ends at a worse plan than it began with.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise, product
+from operator import itemgetter
 
 import numpy as np
-from jaxtyping import Float
 
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
+from jvpipe.planners.joint.lot import cells
 from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
@@ -61,8 +62,6 @@ class Climb:
         places: the most cuts by which a bound moves under a limit. With 1, bounds move one at a
             time, and stages stay on their devices.
         around: how many neighbors of the best plan are climbed from too.
-        ranks: a cache of the ranks of plans.
-        costs: a cache of the costs of stages, by the stage's number, first layer and choices.
     """
 
     problem: Problem
@@ -70,14 +69,15 @@ class Climb:
     tasks: int
     places: int = PLAN.places
     around: int = 0
-    ranks: dict[Decision, Rank] = field(default_factory=dict)
-    costs: dict[tuple[int, int, tuple[int, ...]], StageCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
         lists = problem.schedule.tasks(problem.devices, problem.microbatches)
         self._each = max(1, sum(map(len, lists)))
         self._cuts = Segments(problem).cuts
+        self._ranks = dict[Decision, Rank]()
+        # By the stage's number, first layer and choices.
+        self._costs = dict[tuple[int, int, tuple[int, ...]], StageCost]()
 
     def top(self, begin: Iterable[Decision]) -> Decision | None:
         """Climbs from the best of some plans, and returns the best plan found.
@@ -88,15 +88,15 @@ class Climb:
             The best plan; None if none of the given plans fits. If too few tasks are left to
             simulate all given plans, the first plan that fits.
         """
-        every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
+        every = self._fitting(dict.fromkeys(begin))
+        if not every:
+            return None
         if len(every) * self._each > self.tasks:
-            return every[0] if every else None
+            return every[0]
         first = dict[tuple[int, ...], Decision]()
         for one in sorted(every, key=self.rank):
             first.setdefault(one.bounds, one)
         starts = list(first.values())[: PLAN.starts]
-        if not starts:
-            return None
         near_s = PLAN.near_start * self.rank(starts[0])[0]
         # Plans nearly as fast as the best are climbed from first, then the neighbors of the best,
         # and then, if tasks are left, the plans that are far slower.
@@ -111,30 +111,17 @@ class Climb:
         """Climbs from neighbors of the best plan: even slower ones may lead to faster plans."""
         tried = set[Decision]()
         for _ in range(self.around):
-            start = self._fastest_neighbor(best, tried)
+            # The fastest untried neighbor with moved bounds. Only those with the least lower bounds
+            # of seconds are simulated.
+            clocked = self._clocked(self._fitting(self._some(self._moved(best))))
+            first = (one for _, one in clocked[: PLAN.neighbors])
+            others = (one for one in first if one not in {best, *tried})
+            start = min(others, key=self.rank, default=None)
             if start is None or self.tasks <= 0:
                 break
             tried.add(start)
             best = min(best, self.climbed(start), key=self.rank)
         return best
-
-    def _fastest_neighbor(
-        self,
-        best: Decision,
-        tried: Set[Decision],
-    ) -> Decision | None:
-        """Finds the fastest untried neighbor with moved bounds; None if there is none.
-
-        Only the `PLAN.neighbors` neighbors with the least lower bounds of seconds are simulated.
-        """
-        moved = self._some(self._moved(best))
-        fitting = [one for one in moved if self._unranked(one)[0] < OVER]
-        if not fitting:
-            return None
-        order = self._clocked_s(fitting).argsort(kind="stable")
-        first = [fitting[at] for at in order[: PLAN.neighbors]]
-        others = (one for one in first if one not in {best, *tried})
-        return min(others, key=self.rank, default=None)
 
     def climbed(self, best: Decision) -> Decision:
         """Goes from a plan to its best neighbor again and again, until no neighbor is better."""
@@ -170,15 +157,19 @@ class Climb:
 
     def rank(self, decision: Decision) -> Rank:
         """Returns the rank of a plan, which is simulated the first time if it fits."""
-        if decision not in self.ranks:
+        if decision not in self._ranks:
             rank = self._unranked(decision)
             if rank[0] < OVER:
                 self.tasks -= self._each
                 step_s = simulated_step_s(self.problem, self._stages(decision))
                 # Rounding lets plans that differ only in rounding errors rank by bytes.
                 rank = float(f"{step_s:.9e}"), *rank[1:]
-            self.ranks[decision] = rank
-        return self.ranks[decision]
+            self._ranks[decision] = rank
+        return self._ranks[decision]
+
+    def _fitting(self, decisions: Iterable[Decision]) -> list[Decision]:
+        """Lists the plans that fit."""
+        return [one for one in decisions if self._unranked(one)[0] < OVER]
 
     def _unranked(self, decision: Decision) -> Rank:
         """Returns a plan's rank without simulating it: a plan that fits counts as 0 seconds."""
@@ -186,52 +177,50 @@ class Climb:
         stages = self._stages(decision)
         peak = max(needed_bytes(problem, device_bytes(problem, stages)))
         host = sum(stage.host_bytes for stage in stages)
-        memory = problem.memory_limit_bytes
-        host_memory = problem.host_limit_bytes
-        fits_device = memory is None or peak <= memory
-        fits_host = host_memory is None or host <= host_memory
+        limits = (peak, problem.memory_limit_bytes), (host, problem.host_limit_bytes)
+        fits = all(limit is None or taken <= limit for taken, limit in limits)
         changed = sum(choice != 0 for choice in decision.choices)
-        return 0.0 if fits_device and fits_host else OVER, peak, host, changed
+        return 0.0 if fits else OVER, peak, host, changed
 
     def _stages(self, decision: Decision) -> list[StageCost]:
         stages = []
-        for s, (i, j) in enumerate(pairwise(decision.bounds)):
+        for s, i, j in cells(decision.bounds):
             key = s, i, decision.choices[i:j]
-            if key not in self.costs:
-                self.costs[key] = stage_cost(self.problem, s, i, j, decision.choices)
-            stages.append(self.costs[key])
+            if key not in self._costs:
+                self._costs[key] = stage_cost(self.problem, s, i, j, decision.choices)
+            stages.append(self._costs[key])
         return stages
 
     def _best_of(self, best: Decision, neighbors: Iterable[Decision]) -> Decision:
         """Returns the best of a plan and its new neighbors, while tasks to simulate are left."""
-        some = [one for one in self._some(neighbors) if one not in self.ranks]
-        if not some or self.tasks <= 0:
+        some = [one for one in self._some(neighbors) if one not in self._ranks]
+        if self.tasks <= 0:
             return best
-        least_s = self._clocked_s(some)
-        # Plans come in the order of their lower bounds. Once a bound is above the best plan's
-        # seconds, so are all later bounds.
-        for at in least_s.argsort(kind="stable"):
-            best_s = self.rank(best)[0]
-            if self.tasks <= 0 or least_s[at] > best_s * (1 + 1e-9):
+        # Once a bound is above the best plan's seconds, so are all later bounds.
+        for least_s, one in self._clocked(some):
+            if self.tasks <= 0 or least_s > self.rank(best)[0] * (1 + 1e-9):
                 break
-            best = min(best, some[at], key=self.rank)
+            best = min(best, one, key=self.rank)
         return best
 
     def _some(self, neighbors: Iterable[Decision]) -> Iterator[Decision]:
         """Yields the first neighbors, as many as may be bounded at once (`PLAN.clocked`)."""
         return islice(neighbors, PLAN.clocked // self._each)
 
-    def _clocked_s(self, some: Sequence[Decision]) -> Float[np.ndarray, " plans"]:
-        """Bounds plans from below by steps in which no transfer waits; uses up some of `tasks`."""
+    def _clocked(self, some: Sequence[Decision]) -> list[tuple[float, Decision]]:
+        """Pairs plans with lower bounds of their seconds, in ascending order.
+
+        The bounds are steps in which no transfer waits. Counting them uses up some of `tasks`.
+        """
+        if not some:
+            return []
         self.tasks -= len(some) * self._each // PLAN.clocked_for_one
         plans = [self._stages(one) for one in some]
         parts_s = np.array([[stage.load().parts_s for stage in plan] for plan in plans])
         link_s = np.array([[stage.link_s for stage in plan] for plan in plans])
-        return least_steps_s(
-            self.problem,
-            parts_s.transpose(1, 2, 0),
-            link_s.T,
-        )
+        least_s = least_steps_s(self.problem, parts_s.transpose(1, 2, 0), link_s.T)
+        pairs = zip(least_s.tolist(), some, strict=True)
+        return sorted(pairs, key=itemgetter(0))
 
     def _by_seconds(self, decision: Decision) -> list[int]:
         """Lists the indices of all inner bounds; those beside the slowest stages come first."""

@@ -19,7 +19,8 @@ steps up to 5% longer.)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -42,11 +43,9 @@ class Reach:
 
     Attributes:
         pricing: the choices of all layers, and the memory limit.
-        fewest_bytes: a cache of prefix sums of the layers' fewest bytes, by stage.
     """
 
     pricing: Pricing
-    fewest_bytes: dict[int, OverJ] = field(default_factory=dict)
 
     def least_cap_s(self) -> float:
         """Finds nearly the least cap under which the stages reach the last layer.
@@ -58,7 +57,7 @@ class Reach:
         # nor below `share_s`, a lower bound on the slowest stage.
         segments = self.pricing.segments
         layers_s = np.diff(segments.least_compute_s)
-        low = max(float(layers_s.max(initial=0.0)), segments.share_s)
+        low = max(float(layers_s.max()), segments.share_s)
         if self.reaches_end(low):
             return low
         # If the memory limit keeps the end out of reach, no cap suffices.
@@ -75,23 +74,13 @@ class Reach:
 
     def windows(self, cap_s: float) -> list[Cuts]:
         """Lists for each bound the cuts of its window; at least one, even if none keeps the cap."""
-        segments = self.pricing.segments
-        cuts = segments.cuts
-        stages = segments.problem.stages
         # If a bound is beyond `left`, one of the stages before it is too slow or too full.
         # If it is before `right`, one of the stages after it is.
-        left = self.left(cap_s)
-        right = self.right(cap_s)
+        all_cuts = self.pricing.segments.windows
         windows = []
-        for s in range(stages + 1):
-            # Each stage has at least one layer, so at least s cuts come before bound s, and at
-            # least stages - s cuts after it.
-            first = max(int(np.searchsorted(cuts, right[s])), s)
-            reached = int(np.searchsorted(cuts, left[s], "right"))
-            last = min(reached, len(cuts) - (stages - s))
-            if first >= last:
-                first = max(last - 1, s)
-                last = first + 1
+        for cuts, left, right in zip(all_cuts, self.left(cap_s), self.right(cap_s), strict=True):
+            last = max(np.searchsorted(cuts, left, "right"), 1)
+            first = min(np.searchsorted(cuts, right), last - 1)
             windows.append(cuts[first:last])
         return windows
 
@@ -99,28 +88,30 @@ class Reach:
         """Finds for s = 0, 1, ... the last cut that the first s stages reach."""
         # Each stage should go as far as possible: the next stage then begins later, and takes
         # no more to reach the same end.
-        cuts = self.pricing.segments.cuts
+        segments = self.pricing.segments
+        cuts = segments.cuts
         reached = [0]
-        for s in range(self.pricing.segments.problem.stages):
+        for s in range(segments.problem.stages):
             begin = reached[-1]
-            ends = []
-            for taken, limit in self._limits(s, cap_s):
-                beyond = np.searchsorted(taken, taken[begin] + limit, "right")
-                ends.append(beyond - 1)
+            ends = [
+                np.searchsorted(taken, taken[begin] + limit, "right") - 1
+                for taken, limit in self._limits(s, cap_s)
+            ]
             place = np.searchsorted(cuts, min(ends), "right") - 1
             reached.append(int(cuts[place]))
         return reached
 
     def right(self, cap_s: float) -> list[int]:
         """Finds for s = 0, 1, ... the first cut from which the stages from s on reach the end."""
-        cuts = self.pricing.segments.cuts
-        reached = [self.pricing.segments.n]
-        for s in reversed(range(self.pricing.segments.problem.stages)):
+        segments = self.pricing.segments
+        cuts = segments.cuts
+        reached = [segments.n]
+        for s in reversed(range(segments.problem.stages)):
             end = reached[-1]
-            begins = []
-            for taken, limit in self._limits(s, cap_s):
-                begin = np.searchsorted(taken, taken[end] - limit)
-                begins.append(begin)
+            begins = [
+                np.searchsorted(taken, taken[end] - limit)
+                for taken, limit in self._limits(s, cap_s)
+            ]
             place = np.searchsorted(cuts, max(begins))
             reached.append(int(cuts[place]))
         return reached[::-1]
@@ -131,22 +122,26 @@ class Reach:
         What layers take is returned as prefix sums. The limits are raised a little, so that
         rounding does not exclude a cut.
         """
-        limits = [(self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12))]
-        if self.pricing.limit_bytes < MOST_BYTES:
-            room_bytes = self.pricing.limit_bytes - self.pricing.segments.problem.less_bytes(s)
-            limits.append((self._fewest_bytes(s), room_bytes + ROUNDING_BYTES))
+        pricing = self.pricing
+        segments = pricing.segments
+        limits = [(segments.compute_of(s), cap_s * (1 + 1e-12))]
+        if pricing.limit_bytes < MOST_BYTES:
+            room_bytes = pricing.limit_bytes - segments.problem.less_bytes(s)
+            limits.append((self._fewest_bytes[s], room_bytes + ROUNDING_BYTES))
         return limits
 
-    def _fewest_bytes(self, s: int) -> OverJ:
-        """Returns prefix sums of the fewest bytes that layers hold on a stage."""
-        if s not in self.fewest_bytes:
+    @cached_property
+    def _fewest_bytes(self) -> list[OverJ]:
+        """For each stage, prefix sums of the fewest bytes that layers hold on it."""
+        every = []
+        for s in range(self.pricing.segments.problem.stages):
             pricing = self.pricing.at(s)
             offers = pricing.offers(s, slice(None))
             held = np.where(offers.there, offers.held_bytes, np.inf).min(1)
             # Segments with a layer that has no possible choice are excluded by `least_bytes`.
             layers = np.where(np.isfinite(held), held, 0.0)
-            self.fewest_bytes[s] = sums(layers) + pricing.segments.static_bytes(s)
-        return self.fewest_bytes[s]
+            every.append(sums(layers) + pricing.segments.static_bytes(s))
+        return every
 
 
 def area(windows: Sequence[Cuts]) -> int:
@@ -160,11 +155,7 @@ def area(windows: Sequence[Cuts]) -> int:
 
 def _evenly(cuts: Cuts, count: int) -> Cuts:
     """Picks at most `count` of the cuts, evenly spread."""
-    places = np.linspace(
-        0,
-        len(cuts) - 1,
-        min(len(cuts), count),
-    )
+    places = np.linspace(0, len(cuts) - 1, min(len(cuts), count))
     return cuts[np.unique(places.astype(int))]
 
 
@@ -203,18 +194,10 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
         near = cuts[away_s <= CUTS.spread_stages * mean_s]
         nearest = cuts[away_s.argmin()]
         windows.append(near if len(near) else nearest[None])
-    return bounded(
-        windows,
-        cells,
-        lambda cuts, count: _narrow(segments, cuts, count),
-    )
+    return bounded(windows, cells, partial(_narrow, segments))
 
 
-def _narrow(
-    segments: Segments,
-    cuts: Cuts,
-    count: int,
-) -> Cuts:
+def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
     """Picks at most `count` of the cuts, spread evenly over seconds.
 
     The seconds between the first and the last cut are divided into `count` equal parts.
@@ -222,10 +205,8 @@ def _narrow(
     """
     if len(cuts) <= count:
         return cuts
-    total = segments.compute_s[cuts]
-    passed = total - total[0]
-    whole = max(total[-1] - total[0], 1e-300)
-    parts = passed / whole * count
+    passed = segments.compute_s[cuts] - segments.compute_s[cuts[0]]
+    parts = passed / max(passed[-1], 1e-300) * count
     part = np.minimum(parts, count - 1).astype(int)
     # Cuts are sorted by part and then by bytes, so that the first cut of each part is picked.
     order = np.lexsort((segments.crossing_bytes[cuts], part))

@@ -12,11 +12,11 @@ them for a whole device, and caches the results.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice
 
 from jvpipe.planners.joint.dual_bounds import Prices, Pricing
 from jvpipe.planners.joint.effort import FATE
-from jvpipe.planners.joint.lot import Cell, Lot
+from jvpipe.planners.joint.lot import Cell, Lot, cells
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
@@ -68,12 +68,7 @@ class DeviceFates:
             moments: the micro-batches in flight that each device must have room for; None: those
                 of the problem's order.
         """
-        asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
-        return _decision(
-            problem,
-            bounds,
-            lambda d, cells: self._fastest(problem, d, cells, asked),
-        )
+        return _decision(problem, bounds, self._fastest, moments)
 
     def emptiest(self, problem: Problem, bounds: Sequence[int]) -> Decision:
         """Chooses the fates that hold the fewest bytes on each device, whatever their seconds.
@@ -82,11 +77,7 @@ class DeviceFates:
             problem: gives the order of tasks; it must have this object's placement.
             bounds: of the stages.
         """
-        decision = _decision(
-            problem,
-            bounds,
-            lambda d, cells: self._emptiest(problem, d, cells),
-        )
+        decision = _decision(problem, bounds, self._emptiest)
         assert decision is not None, "some fates take the fewest bytes"
         return decision
 
@@ -95,7 +86,7 @@ class DeviceFates:
         problem: Problem,
         d: int,
         cells: Sequence[Cell],
-        asked: Moments,
+        moments: Sequence[Holding],
     ) -> Fates | None:
         """Chooses fates for the stages of one device; keeps everything if that fits.
 
@@ -103,9 +94,8 @@ class DeviceFates:
             problem: gives the order of tasks and the limits.
             d: the device.
             cells: its stages.
-            asked: for each device, the moments at which its fates must fit.
+            moments: what the stages have in flight at each moment at which fates must fit.
         """
-        moments = asked[d]
         keeping = [self._keeping(problem, cell) for cell in cells]
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(keeping, moments) <= limit:
@@ -117,20 +107,16 @@ class DeviceFates:
         if max(stage.reducing for stage in keeping) > room:
             return None  # with any fates, replicas lack the room to add up gradients
         # Orders with more micro-batches in flight leave each of them less room on the host.
-        asked_for = lot, room, _most_swapped_bytes(problem)
-        if asked_for not in self.known:
-            self.known[asked_for] = self._sought(problem, d, lot, room)
-        return self.known[asked_for]
+        asked = lot, room, _most_swapped_bytes(problem)
+        if asked not in self.known:
+            self.known[asked] = self._sought(problem, d, *asked)
+        return self.known[asked]
 
     def _keeping(self, problem: Problem, cell: Cell) -> StageBytes:
         """Counts the bytes of a stage that keeps everything."""
         key = problem.in_flight, problem.splits, cell
         if key not in self.kept:
-            self.kept[key] = stage_bytes(
-                problem,
-                *cell,
-                [0] * len(problem.costs.layers),
-            )
+            self.kept[key] = stage_bytes(problem, *cell, [0] * cell[2])
         return self.kept[key]
 
     def _sought(
@@ -139,17 +125,18 @@ class DeviceFates:
         d: int,
         lot: Lot,
         room: float,
+        most_swapped_bytes: float,
     ) -> Fates | None:
         """Searches for the fastest fates that fit; None if none were found.
 
         Args:
-            problem: gives the costs and the host's limit.
+            problem: gives the costs.
             d: the device, whose prices of an earlier search are used again.
             lot: the layers of the device.
             room: the bytes that its layers may hold.
+            most_swapped_bytes: how many bytes they may swap per micro-batch in flight.
         """
-        keeping = [0] * len(problem.costs.layers)
-        stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
+        stages = [stage_cost(problem, s, i, j, [0] * j) for s, i, j in lot.cells]
         # If no choice swaps, the seconds of the link are the same for all fates, and are left out.
         traffic_s = sum(stage.link_s for stage in stages) * self.pricing.swaps
         query = FateQuery(
@@ -157,9 +144,9 @@ class DeviceFates:
             sum(stage.compute_s for stage in stages),
             traffic_s,
             room,
-            _most_swapped_bytes(problem),
+            most_swapped_bytes,
         )
-        search = FateSearch(self.pricing, query, prices=self.prices.get(d))
+        search = FateSearch(self.pricing, query, self.prices.get(d))
         self.prices[d] = search.prices
         # A search that keeps few states (`dominance.py`) may have dropped all states whose fates
         # fit. Then the emptiest fates are tried, which are the likeliest to fit.
@@ -169,11 +156,11 @@ class DeviceFates:
     def _emptiest(
         self,
         problem: Problem,
-        d: int,
+        _d: int,
         cells: Sequence[Cell],
+        moments: Sequence[Holding],
     ) -> Fates | None:
         """Chooses the fates that hold the fewest bytes for the stages of one device."""
-        moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
         if lot not in self.known:
             self.known[lot] = fewest_bytes(self.pricing, lot, exact=True).choices
@@ -196,12 +183,7 @@ class DeviceFates:
         for moment in moments:
             stages = zip(moment, shared, strict=True)
             base_bytes.append(sum(in_flight * size for (in_flight, _), size in stages))
-        return Lot(
-            tuple(cells),
-            tuple(moments),
-            tuple(base_bytes),
-            problem.splits,
-        )
+        return Lot(tuple(cells), tuple(moments), tuple(base_bytes), problem.splits)
 
 
 def _most_swapped_bytes(problem: Problem) -> float:
@@ -212,32 +194,33 @@ def _most_swapped_bytes(problem: Problem) -> float:
     limit = problem.host_limit_bytes
     if limit is None:
         return float("inf")
-    replicas = (problem.group(s).replicas for s in range(problem.stages))
-    every = zip(replicas, problem.in_flight, strict=True)
-    return limit / sum(r * k for r, k in every)
+    return limit / sum(problem.group(s).replicas * k for s, k in enumerate(problem.in_flight))
 
 
 def _decision(
     problem: Problem,
     bounds: Sequence[int],
-    choose: Callable[[int, Sequence[Cell]], Fates | None],
+    choose: Callable[[Problem, int, Sequence[Cell], Sequence[Holding]], Fates | None],
+    moments: Moments | None = None,
 ) -> Decision | None:
     """Makes a decision by choosing fates for each device; None if a device has none that fit.
 
     Args:
         problem: says which stages each device has.
         bounds: of the stages.
-        choose: returns the fates for a device's stages, layer by layer; None if none fit.
+        choose: called with the problem, a device, its stages and its moments. It returns the fates
+            for the device's stages, layer by layer; None if none fit.
+        moments: what each device has in flight; None: as in the problem's order.
     """
     places = problem.places
     chosen = [0] * bounds[-1]
-    every = [(s, *span) for s, span in enumerate(pairwise(bounds))]
-    for d in range(problem.devices):
-        cells = [cell for cell in every if places[cell[0]] == d]
-        fates = choose(d, cells)
+    asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
+    for d, of_device in enumerate(asked):
+        mine = [cell for cell in cells(bounds) if places[cell[0]] == d]
+        fates = choose(problem, d, mine, of_device)
         if fates is None:
             return None
         rest = iter(fates)
-        for _, i, j in cells:
-            chosen[i:j] = [next(rest) for _ in range(j - i)]
+        for _, i, j in mine:
+            chosen[i:j] = islice(rest, j - i)
     return Decision(tuple(bounds), tuple(chosen))

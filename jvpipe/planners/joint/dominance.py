@@ -48,13 +48,12 @@ can continue a run. The order of the rows matters, because the rows from MOST or
 left out if no state needs them (`fixed_rows`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from jvpipe.planners.joint.choice_arrays import Flight
+from jvpipe.planners.joint.choice_arrays import Columns
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.look_ahead import look_ahead
 from jvpipe.planners.joint.lot import Lot
@@ -63,11 +62,17 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 States = Float[np.ndarray, "rows _"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
+BEGIN = np.zeros(EVERY)
+"""The rows of a state in which no layer has a choice yet, up to those of the moments."""
+BEGIN[[RUN, OPEN, HALVES_OPEN, ENDS_OPEN]] = np.inf
+BEGIN[[HALVES, ENDS]] = -np.inf
+PerState = Float[np.ndarray, "M"]
+Places = Int[np.ndarray, "_"]
+"""The indices of some states."""
 Chosen = Int[np.ndarray, "_ layers"]
 """For each state, the choices of the layers so far."""
 CHUNK_STATES = 128
 """How many states are compared with each other at once. It bounds memory and changes no result."""
-EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
 
 
 class Growth:
@@ -78,7 +83,6 @@ class Growth:
     Attributes:
         n: the number of layers of the lot.
         at: for each layer of the lot, its number in the model.
-        lasts: the last layer of each stage.
         ends: for each layer, the number of layers up to the end of its stage.
         columns: for each layer, the choices that are tried; they index the columns of `Choices`.
         held: the bytes that each choice holds, by moment, layer and column.
@@ -106,54 +110,41 @@ class Growth:
         stage = lot.cells[0][0]
         # All stages of a device work on equal shares of micro-batches.
         pricing = pricing.at(stage)
-        self.table = pricing.choices
+        self.table = table = pricing.choices
         self.lot = lot
         # If only bytes count, states must not differ in other numbers. So the other numbers are 0.
         counted = 0.0 if by_bytes else 1.0
         self.extra_s = counted * pricing.extra_s(stage)
-        self.swapped_bytes = counted * self.table.swapped_bytes
+        self.swapped_bytes = counted * table.swapped_bytes
         sizes = [j - i for _, i, j in lot.cells]
         ends = np.cumsum(sizes)
         self.n = int(ends[-1])
-        self.lasts = set((ends - 1).tolist())
         self.ends = np.append(np.repeat(ends, sizes), self.n)
         # Rows that would be the same for all states are left out, to make comparisons faster: MOST
         # and later rows if the device has one stage, HALVES and later rows if backwards are whole.
         self.fixed_rows = EVERY if lot.halves else MOST + (len(sizes) > 1)
         self.at = np.concatenate([np.arange(i, j) for _, i, j in lot.cells])
-        given = [pricing.segments.given(layers.start)[layers] for layers in lot.layers]
+        self.columns = list[Columns]()
+        given = []
+        held = []
+        for (_, i, j), flights in zip(lot.cells, zip(*lot.moments, strict=True), strict=True):
+            columns = table.min_bytes_columns(flights) if by_bytes else table.every
+            self.columns += columns[i:j]
+            given.append(pricing.segments.given(i)[i:j])
+            held.append([table.held_bytes(flight, slice(i, j)) for flight in flights])
         self.given = np.concatenate(given)
-        self.held = np.stack([self._held_bytes(moment) for moment in lot.moments])
-        every = self.table.every
-        self.columns = self._columns() if by_bytes else [every[layer] for layer in self.at]
+        self.held = np.concatenate(held, axis=1)
         self.ahead = look_ahead(
-            self.table,
+            table,
             self.at,
             self.held,
             self.given,
             self.ends,
-            halves=lot.halves,
         )
-
-    def _held_bytes(self, moment: Sequence[Flight]) -> np.ndarray:
-        """Counts the bytes that each choice of each layer holds at a moment, as [layer, column]."""
-        stages = zip(moment, self.lot.layers, strict=True)
-        return np.concatenate([self.table.held_bytes(flight, layers) for flight, layers in stages])
-
-    def _columns(self) -> list[np.ndarray]:
-        """Lists for each layer the choices that may lead to the fewest bytes."""
-        columns = []
-        for stage, layers in enumerate(self.lot.layers):
-            flights = tuple(moment[stage] for moment in self.lot.moments)
-            columns += self.table.min_bytes_columns(flights)[layers]
-        return columns
 
     def begin(self) -> States:
         """Returns the one state in which no layer has a choice yet."""
-        fixed = np.zeros(EVERY)
-        fixed[[RUN, OPEN, HALVES_OPEN, ENDS_OPEN]] = np.inf
-        fixed[[HALVES, ENDS]] = -np.inf
-        state = np.concatenate([fixed[: self.fixed_rows], self.lot.base_bytes])
+        state = np.concatenate([BEGIN[: self.fixed_rows], self.lot.base_bytes])
         return state[:, None]
 
     def grown(self, states: States, at: int) -> States:
@@ -173,24 +164,22 @@ class Growth:
         layer = self.at[at]
         columns = self.columns[at]
         grown = np.empty((len(states), states.shape[1], len(columns)))
-        extra_s = self.extra_s[layer, columns]
-        swapped_bytes = self.swapped_bytes[layer, columns]
-        grown[EXTRA] = states[EXTRA][:, None] + extra_s
-        grown[SWAPPED] = states[SWAPPED][:, None] + swapped_bytes
+        before = states[:, :, None]
+        grown[EXTRA] = before[EXTRA] + self.extra_s[layer, columns]
+        grown[SWAPPED] = before[SWAPPED] + self.swapped_bytes[layer, columns]
         # RECOMPUTE and RECOMPUTE_CHAIN are -1 and -2, and so index the last two columns.
         run = np.full(grown.shape[1:], np.inf)  # bytes of the run while this layer runs
         run[:, RECOMPUTE] = 0.0
         run[:, RECOMPUTE_CHAIN] = states[RUN] + table.input_bytes[layer]
-        ends_stage = at in self.lasts  # the end of a stage also ends a run
+        ends_stage = at + 1 == self.ends[at]  # the end of a stage also ends a run
         grown[RUN] = np.inf if ends_stage else run + table.residual_bytes[layer]
         self._grow_beyond(states, grown, run, at)
         # A state that continues a run where there is none has infinite BEYOND and OPEN.
-        held_before = states[self.fixed_rows :][:, :, None]
-        held_bytes = held_before + self.held[:, None, at, columns]
+        held_bytes = before[self.fixed_rows :] + self.held[:, None, at, columns]
         is_possible = np.isfinite(beyond_held(grown))
         grown[self.fixed_rows :] = np.where(is_possible, held_bytes, np.inf)
         if self.fixed_rows > MOST:
-            grown[MOST] = states[MOST][:, None]
+            grown[MOST] = before[MOST]
             if ends_stage:
                 self._end_stage(grown)
         return grown.reshape(len(states), -1)
@@ -218,9 +207,9 @@ class Growth:
         layer = self.at[at]
         columns = self.columns[at]
         temporary = table.temporary_bytes[layer]
-        again = [RECOMPUTE, RECOMPUTE_CHAIN]
-        working = np.broadcast_to(table.working_bytes[layer, columns], run.shape).copy()
-        working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + temporary
+        working = run + table.recompute_peak_bytes[layer] + temporary
+        options = columns[:RECOMPUTE_CHAIN]  # all but the two choices of runs
+        working[:, :RECOMPUTE_CHAIN] = table.working_bytes[layer, options]
         working_on = grown[RUN] + temporary  # if the next layer continues the run
         left = table.left_bytes[layer, columns] + self.given[at]
 
@@ -238,11 +227,7 @@ class Growth:
                 less: the bytes by which the earlier layers need less, by choice.
                 beside: the bytes held beside the working bytes while the new layer runs.
             """
-            before = np.repeat(
-                states[closed][:, None],
-                len(columns),
-                axis=1,
-            )
+            before = np.repeat(states[closed][:, None], len(columns), axis=1)
             before[:, RECOMPUTE_CHAIN] = states[opened]
             before -= less
             grown[closed] = np.maximum(before, working + beside)
@@ -264,14 +249,11 @@ class Growth:
         if self.lot.halves:
             halves = np.minimum(states[HALVES], states[ENDS])
             needed = np.maximum(needed, halves)
-            states[[HALVES, ENDS]] = -np.inf
-            states[[HALVES_OPEN, ENDS_OPEN]] = np.inf
-            states[LEFT] = 0.0
         states[MOST] = np.maximum(states[MOST], needed)
-        states[BEYOND] = 0.0
-        states[OPEN] = np.inf
+        of_stage = [BEYOND, OPEN, *range(HALVES, self.fixed_rows)]
+        states[of_stage] = BEGIN[of_stage, None, None]
 
-    def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
+    def least_bytes(self, states: States, done: int) -> PerState:
         """Bounds from below the peak bytes of each state, whatever the later layers choose.
 
         The bound is exact if no layer remains.
@@ -288,26 +270,16 @@ class Growth:
         if self.fixed_rows > MOST:
             largest = states[MOST]
             if self.lot.halves:
-                halves = self._beyond_halves(states, done)
-                largest = np.maximum(largest, halves)
+                # The present stage, while first halves go through it.
+                halves = states[[HALVES, HALVES_OPEN]] + ahead.fall_bytes[done]
+                needed = np.minimum(halves, states[[ENDS, ENDS_OPEN]])
+                largest = np.maximum(largest, needed.min(0))
             of_earlier = largest + ahead.least_bytes[:, done, None]
             beyond = np.maximum(beyond, of_earlier)
         held = states[self.fixed_rows :]
         return np.asarray((held + beyond).max(0))
 
-    def _beyond_halves(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds from below the need of the present stage while first halves go through it."""
-        fall = self.ahead.fall_bytes[done]
-        closed = np.minimum(states[HALVES] + fall, states[ENDS])
-        opened = np.minimum(states[HALVES_OPEN] + fall, states[ENDS_OPEN])
-        return np.minimum(closed, opened)
-
-    def chosen(
-        self,
-        before: Chosen,
-        kept: Int[np.ndarray, "M"],
-        at: int,
-    ) -> Chosen:
+    def chosen(self, before: Chosen, kept: Places, at: int) -> Chosen:
         """Returns the choices that led to grown states.
 
         Args:
@@ -320,29 +292,13 @@ class Growth:
         return np.c_[before[parents], columns[last]]
 
 
-@dataclass(frozen=True)
-class Followed:
-    """What `follow` returns: the states that are left once every layer has a choice.
-
-    Attributes:
-        states: the states that are left, none of which dominates another.
-        chosen: the choices of all layers that led to each state.
-        dropped: a lower bound on the answers that were missed because there were too many states;
-            infinite if no state was dropped for this reason.
-    """
-
-    states: States
-    chosen: Chosen
-    dropped: float
-
-
 def follow(
     growth: Growth,
     below: float,
     width: int,
-    bounds: Callable[[States, int], Float[np.ndarray, "M"]],
-    fittest: Callable[[States, np.ndarray, np.ndarray, int], np.ndarray],
-) -> Followed:
+    bounds: Callable[[States, int], PerState],
+    fittest: Callable[[States, PerState, Places, int], Places],
+) -> tuple[States, Chosen, float]:
     """Grows states layer by layer, and drops those that cannot be the best.
 
     A state is dropped if its bound is not less than `below`, or if another state dominates it. If
@@ -357,6 +313,11 @@ def follow(
             bound on any answer that the state leads to.
         fittest: called with states, their bounds, the indices of those whose bound is less than
             `below`, and the number of layers. It returns the indices of the states to keep.
+
+    Returns:
+        The states that are left once every layer has a choice, none of which dominates another; the
+        choices that led to each of them; and a lower bound on the answers that were missed because
+        there were too many states, infinite if no state was dropped for this reason.
     """
     states = growth.begin()
     chosen = np.empty((1, 0), dtype=int)
@@ -366,19 +327,16 @@ def follow(
         bound = bounds(states, at + 1)
         alive = np.flatnonzero(bound < below)
         if len(alive) > 2 * width:
-            fit = fittest(states, bound, alive, at + 1)
-            stay = np.intersect1d(alive, fit)
+            stay = np.intersect1d(alive, fittest(states, bound, alive, at + 1))
             left = np.setdiff1d(alive, stay, assume_unique=True)
-            least = float(bound[left].min(initial=np.inf))
-            dropped = min(dropped, least)
+            dropped = float(bound[left].min(initial=dropped))
             alive = stay
-        undominated = front(states[:, alive])
-        alive = alive[undominated]
+        alive = alive[front(states[:, alive])]
         states = states[:, alive]
         chosen = growth.chosen(chosen, alive, at)
         if not len(alive):
             break
-    return Followed(states, chosen, dropped)
+    return states, chosen, dropped
 
 
 def beyond_held(states: np.ndarray) -> np.ndarray:
@@ -386,7 +344,7 @@ def beyond_held(states: np.ndarray) -> np.ndarray:
     return np.minimum(states[BEYOND], states[OPEN])
 
 
-def front(states: States) -> Int[np.ndarray, "_"]:
+def front(states: States) -> Places:
     """Returns the indices of the states that no other dominates, and of the first of equal ones."""
     if states.shape[1] <= 1:
         return np.arange(states.shape[1])
@@ -402,16 +360,12 @@ def front(states: States) -> Int[np.ndarray, "_"]:
             by_best = _below(states[:, chunk], states[:, best])
             chunk = chunk[~by_best.any(1)]
         present = states[:, chunk]
-        inside = _below(present, present)
-        earlier = EARLIER[: len(chunk), : len(chunk)]
-        is_dominated = (inside & earlier).any(1)
+        earlier = np.tri(len(chunk), k=-1, dtype=bool)
+        is_dominated = (_below(present, present) & earlier).any(1)
         best = np.concatenate([best, chunk[~is_dominated]])
     return np.sort(best)
 
 
 def _below(states: States, by: States) -> np.ndarray:
     """Returns an array [a, b] of booleans: whether state b of `by` is nowhere above state a."""
-    below = by[0] <= states[0][:, None]
-    for number in range(1, len(states)):
-        below &= by[number] <= states[number][:, None]
-    return below
+    return np.logical_and.reduce(by[:, None] <= states[:, :, None])

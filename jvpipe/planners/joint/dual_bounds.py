@@ -31,7 +31,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
 from jvpipe.planners.model.grids import between, most_of, sums
@@ -40,6 +40,14 @@ from jvpipe.planners.model.spans import Grid
 
 Prices = tuple[float, float]
 """The module's (alpha, mu): the weight of compute, and the seconds that a byte costs."""
+Points = Float[np.ndarray, "4 relaxations"]
+"""The bound that one alpha and one mu prove for each relaxation (its dual), and its slopes.
+
+The rows are mu, the dual in seconds, its slope in mu (OVER: by how much the held bytes of the
+cheapest choices exceed the room), and its slope in alpha (COMPUTE_OVER_LINK: by how much compute,
+with these choices, takes longer than the link).
+"""
+OVER, COMPUTE_OVER_LINK = 2, 3
 
 
 class Offers(NamedTuple):
@@ -106,20 +114,14 @@ class Pricing:
     def at(self, s: int) -> "Pricing":
         """Returns the pricing for the shares of micro-batches that a stage's devices work on."""
         segments = self.segments.of(s)
-        if segments is self.segments:
-            return self
-        if id(segments) not in self._at:
+        if segments not in self._at:
             choices = Choices.of(segments.costs, self.swaps)
-            self._at[id(segments)] = replace(
-                self,
-                segments=segments,
-                choices=choices,
-            )
-        return self._at[id(segments)]
+            self._at[segments] = replace(self, segments=segments, choices=choices)
+        return self._at[segments]
 
     @cached_property
-    def _at(self) -> dict[int, "Pricing"]:
-        return {}
+    def _at(self) -> dict[Segments, "Pricing"]:
+        return {self.segments: self}
 
     def extra_s(self, s: int) -> PerChoice:
         """Returns the extra seconds of all choices on a device of a stage."""
@@ -136,18 +138,15 @@ class Pricing:
             layers: a range of the model's layers.
         """
         choices = self.choices
-        flight = (self.segments.in_flight[s], 0)
-        working = choices.working_bytes[layers]
-        there = choices.allowed[layers] & (working <= self.limit_bytes)
-        extra_s = np.where(there, self.extra_s(s)[layers], 0.0)
+        segments = self.segments
+        there = choices.allowed[layers] & (choices.working_bytes[layers] <= self.limit_bytes)
         # Swapped bytes cross the link twice: out and in.
         twice = 2 * choices.swapped_bytes[layers]
-        link_s = twice / self.segments.problem.host.bytes_per_s
         return Offers(
             there,
-            extra_s,
-            link_s,
-            choices.held_bytes(flight, layers),
+            np.where(there, self.extra_s(s)[layers], 0.0),
+            twice / segments.problem.host.bytes_per_s,
+            choices.held_bytes((segments.in_flight[s], 0), layers),
         )
 
     def relaxed(
@@ -177,19 +176,12 @@ class Pricing:
 
     def least_bytes(self, block: CutBlock) -> Grid:
         """Bounds from below the peak bytes of each segment of a block, whatever is chosen."""
+        choices = self.choices
         layers = slice(block.starts[0], block.ends[-1])
         offers = self.offers(block.s, layers)
         held_bytes = np.where(offers.there, offers.held_bytes, np.inf)
-        taken = self._over(
-            held_bytes,
-            self.choices.working_bytes[layers],
-            block,
-        )
-        working = most_of(
-            self.choices.least_working_bytes,
-            block.starts,
-            block.ends,
-        )
+        taken = self._over(held_bytes, choices.working_bytes[layers], block)
+        working = most_of(choices.least_working_bytes, block.starts, block.ends)
         return block.fixed_bytes + np.maximum(taken, working)
 
     def bound_s(self, block: CutBlock, prices: Prices) -> Grid:
@@ -225,29 +217,9 @@ class Pricing:
         there = np.isfinite(least)
         per_layer = np.where(there, least, 0.0)
         final = np.where(there, (cost + last).min(1), 0.0)
-        total = sums(per_layer)
-        more = np.concatenate([[0.0], final - per_layer])
-        starts = block.starts - first
+        more = np.append(0.0, final - per_layer)
         ends = np.maximum(block.ends - first, 0)
-        return between(total, starts, ends) + more[ends]
-
-
-class _Point(NamedTuple):
-    """The dual of each relaxation: the bound that one alpha and one mu prove.
-
-    Attributes:
-        mu: the price of a byte.
-        dual: the lower bound in seconds.
-        over: the dual's slope in mu: by how much the held bytes of the cheapest choices
-            exceed the room.
-        compute_over_link: the dual's slope in alpha: by how much compute, with these
-            choices, takes longer than the link.
-    """
-
-    mu: np.ndarray
-    dual: np.ndarray
-    over: np.ndarray
-    compute_over_link: np.ndarray
+        return between(sums(per_layer), block.starts - first, ends) + more[ends]
 
 
 class DualBounds:
@@ -264,16 +236,13 @@ class DualBounds:
     PRICE_RANGE = 1e4
 
     def __init__(self, asked: Sequence[Relaxation]) -> None:
-        every, room, compute_s, traffic_s = zip(*asked, strict=True)
-        by_number = zip(*every, strict=True)
-        self.offers = Offers(*map(np.concatenate, by_number))
-        self.room = np.array(room)
-        self.compute_s = np.array(compute_s)
-        self.traffic_s = np.array(traffic_s)
+        every, *rest = zip(*asked, strict=True)
+        self.offers = Offers(*map(np.concatenate, zip(*every, strict=True)))
+        self.room, self.compute_s, self.traffic_s = map(np.array, rest)
         sizes = [len(offers.there) for offers in every]
         # `of` is the relaxation of each layer; `first` is the first layer of each relaxation.
         self.of = np.repeat(np.arange(len(asked)), sizes)
-        self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        self.first = np.cumsum([0, *sizes[:-1]])
         # At a price of `scale`, the bytes of a relaxation cost about as much as its seconds.
         held_bytes = np.where(self.offers.there, self.offers.held_bytes, 0)
         largest = np.add.reduceat(held_bytes.max(1), self.first)
@@ -291,14 +260,13 @@ class DualBounds:
         # equally long. Halving finds it.
         is_sought = compute_over_link < 0
         if is_sought.any():
-            low = np.zeros_like(alpha)
-            high = np.ones_like(alpha)
+            low, high = np.zeros_like(alpha), alpha
             for _ in range(self.ALPHA_STEPS):
                 alpha = np.where(is_sought, (low + high) / 2, 1.0)
                 sign = self._bisect_mu(alpha)
                 low = np.where(sign > 0, alpha, low)
                 high = np.where(sign > 0, high, alpha)
-        return [(float(a), float(m)) for a, m in self.prices]
+        return [(alpha, mu) for alpha, mu in self.prices.tolist()]
 
     def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
         """Finds nearly the best mu of each relaxation for its alpha, and records the best prices.
@@ -313,37 +281,34 @@ class DualBounds:
             # The dual is concave in mu, so the sign of its slope (`over`) says on which
             # side the best mu lies. The geometric mean is tried, because prices range over
             # many powers of ten.
-            mu = np.sqrt(low.mu * high.mu)
+            low_mu, low_dual, low_over, _ = low
+            high_mu, high_dual, high_over, _ = high
+            mu = np.sqrt(low_mu * high_mu)
             if step >= self.BISECTION_STEPS:
                 # A dual is made of straight pieces. Once `low` and `high` are on neighboring
                 # pieces, the best mu is where the tangents at `low` and `high` meet.
-                slope = np.maximum(low.over - high.over, 1e-300)
-                at_zero = high.dual - high.over * high.mu  # of the line through `high`
-                rise = at_zero - low.dual + low.over * low.mu
-                mu = np.clip(rise / slope, low.mu, high.mu)
+                slope = np.maximum(low_over - high_over, 1e-300)
+                at_zero = high_dual - high_over * high_mu  # of the line through `high`
+                rise = at_zero - low_dual + low_over * low_mu
+                mu = np.clip(rise / slope, low_mu, high_mu)
             point = self._point(alpha, mu)
-            over = point.over > 0
-            low = _either(over, point, low)
-            high = _either(over, high, point)
+            over = point[OVER] > 0
+            low = np.where(over, point, low)
+            high = np.where(over, high, point)
         # If the cheapest choices fit even when bytes are free (mu = 0), then mu = 0 is best.
-        return np.where(
-            free.over > 0,
-            high.compute_over_link,
-            free.compute_over_link,
-        )
+        best = np.where(free[OVER] > 0, high, free)
+        return best[COMPUTE_OVER_LINK]
 
-    def _point(self, alpha: np.ndarray, mu: np.ndarray) -> _Point:
+    def _point(self, alpha: np.ndarray, mu: np.ndarray) -> Points:
         """Computes the dual of each relaxation at these prices, and its slopes.
 
         Any prices give a valid bound. The best bound seen so far, and its prices, are recorded.
         """
         offers = self.offers
-        alphas = alpha[self.of][:, None]
-        prices = mu[self.of][:, None]
-        cost = offers.cost(alphas, prices)
+        cost = offers.cost(alpha[self.of, None], mu[self.of, None])
         # Each layer makes its cheapest choice; sums are over the layers of each relaxation.
         chosen = np.arange(len(cost)), cost.argmin(1)
-        numbers = offers.extra_s, offers.link_s, offers.held_bytes
+        _, *numbers = offers
         extra_s, swaps_s, held_bytes = (np.add.reduceat(x[chosen], self.first) for x in numbers)
         compute_s = self.compute_s + extra_s
         link_s = self.traffic_s + swaps_s
@@ -352,14 +317,4 @@ class DualBounds:
         better = dual > self.best
         self.best = np.where(better, dual, self.best)
         self.prices[better] = np.stack([alpha, mu], 1)[better]
-        return _Point(mu, dual, over, compute_s - link_s)
-
-
-def _either(
-    first: np.ndarray,
-    a: _Point,
-    b: _Point,
-) -> _Point:
-    """Takes the numbers of each relaxation from `a` if `first` holds for it, else from `b`."""
-    pairs = zip(a, b, strict=True)
-    return _Point(*(np.where(first, x, y) for x, y in pairs))
+        return np.stack([mu, dual, over, compute_s - link_s])

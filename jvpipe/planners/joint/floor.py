@@ -19,7 +19,6 @@ floor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
-from jvpipe.planners.model.stage_bytes import StageBytes, stage_bytes
+from jvpipe.planners.model.stage_bytes import stage_bytes
 from jvpipe.planners.model.stage_cost import check
 
 
@@ -51,70 +50,43 @@ def floor(
         keeps: whether only plans that keep everything are tried.
     """
     few = len(problem.costs.layers) <= LIMIT.every_cut_layers
-    most_plans = LIMIT.plans_of_few if few else LIMIT.plans
-    search = _FloorSearch(held_bytes, enough_bytes, most_plans)
-    search.look(_beginnings(problem, keeps=keeps))
-    if few and not keeps:
-        search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
-    before = None
-    # This ends, because each round but the last finds an emptier plan, and the number of plans is
-    # finite. With many layers, counting a plan takes long, so the first emptier neighbor is taken.
-    # With few layers, all neighbors are compared.
-    while search.lowest is not before:
-        before = search.lowest
-        search.look(_neighbors(problem, before, keeps=keeps), until_better=not few)
-    return search.lowest
+    most = LIMIT.plans_of_few if few else LIMIT.plans
+    seen = set[Decision]()
+    lowest = Floor(Decision((), ()), (2**63,))
 
-
-@dataclass
-class _FloorSearch:
-    """A search that counts each plan at most once.
-
-    Attributes:
-        held_bytes: as in `floor`.
-        enough_bytes: as in `floor`.
-        left: how many more plans may be counted.
-        seen: the plans counted so far.
-        lowest: the emptiest plan counted so far.
-    """
-
-    held_bytes: Callable[[Decision], Sequence[int]]
-    enough_bytes: int
-    left: int
-    seen: set[Decision] = field(default_factory=set)
-    lowest: Floor = field(default_factory=lambda: Floor(Decision((), ()), (2**63,)))
-
-    @property
-    def ended(self) -> bool:
-        """Whether the emptiest plan holds at most `enough_bytes`, or no plans are left to count."""
-        return self.lowest.bytes <= self.enough_bytes or self.left <= 0
-
-    def look(
-        self,
-        decisions: Iterator[Decision],
-        *,
-        until_better: bool = False,
-    ) -> None:
-        """Counts what plans hold, one by one, until the search has `ended`.
+    def look(decisions: Iterator[Decision], *, until_better: bool = False) -> None:
+        """Counts new plans, one by one, until one is empty enough or as many are seen as may be.
 
         Args:
             decisions: the plans.
             until_better: whether to stop at the first plan that is emptier than all plans counted
-                before this call.
+                before.
         """
-        before = self.lowest
-        while not self.ended and (decision := next(decisions, None)):
-            if until_better and self.lowest is not before:
+        nonlocal lowest
+        while lowest.bytes > enough_bytes and len(seen) < most:
+            decision = next(decisions, None)
+            if decision is None:
                 break
-            if decision not in self.seen:
-                self.seen.add(decision)
-                self.left -= 1
-                plan = Floor(decision, tuple(self.held_bytes(decision)))
-                self.lowest = min(
-                    self.lowest,
-                    plan,
-                    key=lambda x: x.fullness,
-                )
+            if decision in seen:
+                continue
+            seen.add(decision)
+            plan = Floor(decision, tuple(held_bytes(decision)))
+            if plan.fullness < lowest.fullness:
+                lowest = plan
+                if until_better:
+                    break
+
+    look(_beginnings(problem, keeps=keeps))
+    if few and not keeps:
+        look(_of_every_cut(problem, lambda: lowest.bytes))
+    before = None
+    # This ends, because each round but the last finds an emptier plan, and the number of plans is
+    # finite. With many layers, counting a plan takes long, so the first emptier neighbor is taken.
+    # With few layers, all neighbors are compared.
+    while lowest is not before:
+        before = lowest
+        look(_neighbors(problem, before, keeps=keeps), until_better=not few)
+    return lowest
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
@@ -138,10 +110,7 @@ def _pricing(problem: Problem) -> Pricing:
     return pricing_of(problem, swaps=problem.host_limit_bytes is None)
 
 
-def _of_every_cut(
-    problem: Problem,
-    lowest_bytes: Callable[[], int],
-) -> Iterator[Decision]:
+def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator[Decision]:
     """Yields the emptiest plan for each choice of cuts, as long as it may be the emptiest of all.
 
     Plans come in the order of the planners' count. The order is right even if the count is wrong
@@ -160,12 +129,7 @@ def _of_every_cut(
         yield plan.decision
 
 
-def _neighbors(
-    problem: Problem,
-    plan: Floor,
-    *,
-    keeps: bool,
-) -> Iterator[Decision]:
+def _neighbors(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decision]:
     """Yields plans whose fullest stage has one layer less, or another choice for one layer.
 
     Other choices come in the order of the planners' count. Choices that hold many more bytes by
@@ -174,26 +138,18 @@ def _neighbors(
     s = plan.stage
     bounds = plan.decision.bounds
     choices = plan.decision.choices
-    i = bounds[s]
-    j = bounds[s + 1]
-    nearer = list[tuple[int, ...]]()
-    if s > 0:
-        nearer.append(with_entry(bounds, s, i + 1))
-    if s + 1 < problem.stages:
-        nearer.append(with_entry(bounds, s + 1, j - 1))
-    yield from _valid(problem, [(moved, choices) for moved in nearer])
+    i, j = bounds[s : s + 2]
+    # A move of the first or the last bound of all is not valid.
+    nearer = with_entry(bounds, s, i + 1), with_entry(bounds, s + 1, j - 1)
+    yield from _valid(problem, [Decision(moved, choices) for moved in nearer])
     if keeps:
         return
-
-    def counted(decision: Decision) -> StageBytes:
-        return stage_bytes(problem, s, i, j, decision.choices)
-
+    present = stage_bytes(problem, s, i, j, choices)
+    limit = present.static + LIMIT.held_times * (present.peak - present.static)
     others = [with_entry(choices, at, way) for at in range(i, j) for way in _ways(problem, at)]
-    stages = counted(plan.decision)
-    limit = stages.static + LIMIT.held_times * (stages.peak - stages.static)
     counts = dict[Decision, int]()
-    for decision in _valid(problem, [(bounds, other) for other in others]):
-        peak = counted(decision).peak
+    for decision in _valid(problem, [Decision(bounds, other) for other in others]):
+        peak = stage_bytes(problem, s, i, j, decision.choices).peak
         if peak <= limit:
             counts[decision] = peak
     yield from sorted(counts, key=counts.__getitem__)
@@ -211,19 +167,17 @@ def _ways(problem: Problem, layer: int) -> list[int]:
     return [RECOMPUTE_CHAIN, RECOMPUTE, *allowed]
 
 
-def _valid(
-    problem: Problem,
-    proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-) -> Iterator[Decision]:
-    """Mends the runs of proposed bounds and choices, and yields the decisions that are then valid.
+def _valid(problem: Problem, proposals: Sequence[Decision]) -> Iterator[Decision]:
+    """Mends the runs of proposed decisions, and yields those that are then valid.
 
     A run is layers whose forwards run again together. A `RECOMPUTE_CHAIN` continues the run of the
     layer before. If that layer is in another stage or does not run again, the choice becomes
     `RECOMPUTE`, which begins a run.
     """
-    for bounds, choices in proposals:
-        mended = list(choices)
-        for layer, choice in enumerate(choices):
+    for proposal in proposals:
+        bounds = proposal.bounds
+        mended = list(proposal.choices)
+        for layer, choice in enumerate(mended):
             begins_run = layer in bounds or mended[layer - 1] >= 0
             if choice == RECOMPUTE_CHAIN and begins_run:
                 mended[layer] = RECOMPUTE

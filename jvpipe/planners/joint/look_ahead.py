@@ -15,7 +15,7 @@ later stages hold all that they keep of it. So some sums count one number for ea
 stage in which the sum begins, and another number for each layer of later stages (`until_end`).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -27,8 +27,7 @@ Ends = Int[np.ndarray, "_"]
 ByMoment = Float[np.ndarray, "moments _"]
 
 
-@dataclass(frozen=True, eq=False)
-class LookAhead:
+class LookAhead(NamedTuple):
     """Lower bounds of what each layer of a device and all later ones hold and need.
 
     The arrays are by moment and layer; their last entries are for no layers at all.
@@ -38,8 +37,7 @@ class LookAhead:
         spare_bytes: the same while an earlier layer of the same stage runs.
         top_bytes: the most that these layers hold and work with while one of them runs.
         fall_bytes: up to the end of the stage, the bytes that the layers hand to the second halves
-            of backwards, less the bytes that their forwards leave; an array by layer alone, empty
-            unless backwards are split.
+            of backwards, less the bytes that their forwards leave; an array by layer alone.
     """
 
     least_bytes: ByMoment
@@ -54,8 +52,6 @@ def look_ahead(
     held_bytes: np.ndarray,
     shared_bytes: np.ndarray,
     ends: Ends,
-    *,
-    halves: bool,
 ) -> LookAhead:
     """Computes the lower bounds for the layers of a device.
 
@@ -67,7 +63,6 @@ def look_ahead(
             layers read.
         ends: for each layer, the number of the device's layers up to the end of the layer's stage;
             then the number of all of them.
-        halves: whether backwards run in two halves.
     """
     allowed = table.allowed[at]
     left = table.left_bytes[at]
@@ -88,15 +83,12 @@ def look_ahead(
     most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
     largest = most_over + least_from
     behind_all = np.full((len(largest), 1), -np.inf)
-    fall_bytes = np.empty(0)
-    if halves:
-        fall = least_of(table.handed_bytes[at] - left) - shared_bytes
-        fall_bytes = until_end(fall, np.zeros_like(fall), ends)
+    fall = least_of(table.handed_bytes[at] - left) - shared_bytes
     return LookAhead(
         least_bytes=least_to_come,
         spare_bytes=until_end(spare, least, ends),
         top_bytes=np.append(largest, behind_all, axis=1),
-        fall_bytes=fall_bytes,
+        fall_bytes=until_end(fall, np.zeros_like(fall), ends),
     )
 
 

@@ -7,12 +7,19 @@ stages. For a device with stages 1 and 5 of a model, whose layers are [3, 6) and
     layer of the device    0  1  2 |  3  4
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jvpipe.planners.joint.choice_arrays import Flight
 
 Cell = tuple[int, int, int]
 """A stage s and its layers [i, j), as (s, i, j)."""
+
+
+def cells(bounds: Sequence[int]) -> list[Cell]:
+    """Lists the stages between bounds, with their layers."""
+    return [(s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,4 @@ class Lot:
     @staticmethod
     def of_stage(in_flight: int, cell: Cell) -> "Lot":
         """Makes the lot of a device with one stage, whose backwards are whole."""
-        flight = (in_flight, 0)
-        return Lot((cell,), ((flight,),))
-
-    @property
-    def layers(self) -> list[slice]:
-        """The layers of each stage."""
-        return [slice(i, j) for _, i, j in self.cells]
+        return Lot((cell,), (((in_flight, 0),),))

@@ -50,14 +50,10 @@ def lower_bound(problem: Problem) -> float:
         return np.inf
     segments = Segments(problem)
     # The least seconds t of each segment over all fates, and its other costs, transfers included.
-    stages: Stages = []
-    for x in solution.table.lower():
-        block = segments.block(
-            x.block.s,
-            x.block.starts,
-            x.block.ends,
-        )
-        stages.append((block, x.seconds))
+    stages: Stages = [
+        (segments.block(x.block.s, x.block.starts, x.block.ends), x.seconds)
+        for x in solution.table.lower()
+    ]
     m = problem.microbatches
     above_cap_s = m * solution.cap_s  # a bound for plans whose slowest stage is above the cap
     if not problem.schedule.synchronous:
@@ -80,20 +76,11 @@ def lower_bound(problem: Problem) -> float:
 
 def _hidden_transfers(problem: Problem) -> Solution:
     """Solves the problem as an asynchronous one without transfers, which the caller adds."""
-    alone = replace(
-        problem,
-        peer=INFINITE,
-        peer_uses_host=False,
-    )
+    alone = replace(problem, peer=INFINITE, peer_uses_host=False)
+    # The pricing still counts the bytes of the problem's own schedule.
     schedule = problem.schedule
-    if schedule.synchronous:
-        schedule = Schedule(
-            name=schedule.name,
-            lists=schedule.lists,
-            synchronous=False,
-            stash=False,  # so that each stage still holds one version of its parameters
-        )
-    return solve(replace(alone, schedule=schedule), pricing_of(alone))
+    stream = Schedule(name=schedule.name, lists=schedule.lists, synchronous=False)
+    return solve(replace(alone, schedule=stream), pricing_of(alone))
 
 
 def _of_any_order(problem: Problem) -> float:
@@ -127,8 +114,7 @@ def _of_stream(problem: Problem, stages: Stages) -> float:
     own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for x, t in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for x, t in stages]
     comm_s = [x.comm_s for x, _ in stages]
-    least_cap_s = Trips(ways_s, comm_s, own_s).least_cap_s()
-    period_s = (1 - CUTS.trip_tolerance) * least_cap_s
+    period_s = (1 - CUTS.trip_tolerance) * Trips(ways_s, comm_s, own_s).least_cap_s()
     return m * trips_counted(problem.stages, m) * period_s
 
 
@@ -139,10 +125,7 @@ def _of_two_phases(problem: Problem, stages: Stages) -> float:
     phase's slowest stage.
     """
     slowest_s = sum(map(least_max, phases(problem, stages)))
-    ways_s = []
-    for x, t in stages:
-        way_s = x.compute_s + x.comm_s
-        ways_s.append(np.where(np.isfinite(t), way_s, np.inf))
+    ways_s = (np.where(np.isfinite(t), x.compute_s + x.comm_s, np.inf) for x, t in stages)
     through_s, _ = least_sum(ways_s)
     return through_s + (problem.microbatches - 1) * slowest_s
 
@@ -157,11 +140,7 @@ def _of_1f1b(
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut
     for x, t in stages:
-        there_s = np.where(
-            np.isfinite(t),
-            crossed_s[:, None] + x.comm_s,
-            np.inf,
-        )
+        there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
         # Earlier layers and links run before the stage's first forward or after its last backward.
         before_s = segments.least_compute_s[x.starts][:, None] + there_s
         busy_s = m * t + np.maximum(x.once_s, before_s)

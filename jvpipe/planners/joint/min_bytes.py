@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jvpipe.planners.joint.dominance import Growth, States, follow
+from jvpipe.planners.joint.dominance import Growth, PerState, Places, States, follow
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.lot import Lot
@@ -49,18 +49,13 @@ def fewest_bytes(
     growth = Growth(pricing, lot, by_bytes=True)
     held_bytes, choices, bound_bytes = below, (), -np.inf
     for width in (FATE.few_states, FATE.many_states)[: 1 + exact]:
-        last = follow(
-            growth,
-            held_bytes,
-            width,
-            growth.least_bytes,
-            partial(_emptiest, width),
-        )
-        if last.states.shape[1]:
-            taken = growth.least_bytes(last.states, growth.n)
-            at = int(taken.argmin())
-            held_bytes, choices = float(taken[at]), tuple(last.chosen[at].tolist())
-        bound_bytes = max(bound_bytes, min(held_bytes, last.dropped))
+        fittest = partial(_emptiest, width)
+        states, chosen, dropped = follow(growth, held_bytes, width, growth.least_bytes, fittest)
+        if states.shape[1]:
+            taken = growth.least_bytes(states, growth.n)
+            at = taken.argmin()
+            held_bytes, choices = float(taken[at]), tuple(chosen[at].tolist())
+        bound_bytes = max(bound_bytes, min(held_bytes, dropped))
         if bound_bytes >= held_bytes:
             break  # no state that was dropped leads to fewer bytes
     return Fewest(held_bytes, choices, bound_bytes)
@@ -69,9 +64,9 @@ def fewest_bytes(
 def _emptiest(
     width: int,
     _states: States,
-    bound: np.ndarray,
-    alive: np.ndarray,
+    bound: PerState,
+    alive: Places,
     _done: int,
-) -> np.ndarray:
+) -> Places:
     """Picks the `width` states with the least bounds among those at the indices `alive`."""
     return alive[np.argpartition(bound[alive], width)[:width]]

@@ -20,7 +20,7 @@ from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
-from jvpipe.planners.joint.segment_table import cells
+from jvpipe.planners.joint.lot import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
 from jvpipe.planners.model.even import balanced, even
@@ -84,16 +84,16 @@ def _kept_best(
     """
     if problem.memory_limit_bytes is None:
         return None
+    unlimited = problem.unlimited
     are_many = len(problem.costs.layers) > PLAN.hasty_layers
     # For many layers, the surrogate also takes long. It is used only if the plan that has even cuts
     # and keeps everything fits.
     if are_many and not _fits(problem, even(problem)):
         return None
-    hasty = jvpipe(problem.unlimited, refine=False)
     # Simulating takes longer still: plans are simulated only if the surrogate's best nearly fits.
-    if not _fits(problem, hasty, PLAN.near_limit):
+    if not _fits(problem, jvpipe(unlimited, refine=False), PLAN.near_limit):
         return None
-    return jvpipe(problem.unlimited, refine, begin)
+    return jvpipe(unlimited, refine, begin)
 
 
 def _surrogate_best(problem: Problem) -> Decision:
@@ -122,10 +122,9 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
         return False
     if len(problem.costs.layers) <= PLAN.hasty_layers or not plain.feasible:
         return True
-    best = plain.paths[0]
-    slowest_s = max(plain.table.seconds(cell) for cell in cells(best))
-    share_s = plain.table.pricing.segments.share_s
-    return slowest_s > PLAN.imbalance * share_s
+    table = plain.table
+    slowest_s = max(map(table.seconds, cells(plain.paths[0])))
+    return slowest_s > PLAN.imbalance * table.pricing.segments.share_s
 
 
 def _simulated_best(
@@ -142,16 +141,15 @@ def _simulated_best(
         kept: the best plan without a limit, if it was searched.
     """
     plain = pricing_of(problem, swaps=False)
-    solutions = [solve(problem, plain)]
     pricings = [plain]
+    solutions = [solve(problem, plain)]
     if _swaps_may_help(problem, solutions[0]):
         slower = crowded(problem)
         pricings.append(pricing_of(slower))
         solutions.append(within_host_limit(slower, solve(slower, pricings[1])))
     begin = list(others)
     for solution in solutions:
-        best = solution.paths[: PLAN.paths]
-        begin += [solution.decision(path) for path in best]
+        begin += map(solution.decision, solution.paths[: PLAN.paths])
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
     # Over slow links, devices wait for round trips, which the surrogate leaves out.

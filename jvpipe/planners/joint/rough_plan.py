@@ -18,11 +18,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 
 from jvpipe.planners.joint.effort import SHAPE
+from jvpipe.planners.joint.lot import Cell, cells
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import Evaluation, StageCost, evaluation_of, stage_cost
@@ -50,19 +51,18 @@ class RoughPlan:
 
     def simulated(self) -> "RoughPlan":
         """Returns the plan with its seconds; of many micro-batches, only some are simulated."""
+        problem = self.problem
         stages = self.evaluation.stages
-        count = SHAPE.microbatches * self.problem.stages
+        count = SHAPE.microbatches * problem.stages
         # In the long run, micro-batches end at equal distances in time. Two short runs give this
         # distance, from which the seconds of the other micro-batches follow.
-        if self.problem.microbatches <= 2 * count:
-            return replace(self, step_s=simulated_step_s(self.problem, stages))
+        if problem.microbatches <= 2 * count:
+            return replace(self, step_s=simulated_step_s(problem, stages))
         half = count // 2
-        short = replace(self.problem, microbatches=half)
-        longer = replace(self.problem, microbatches=count)
-        half_s = simulated_step_s(short, stages)
-        step_s = simulated_step_s(longer, stages)
+        runs = (replace(problem, microbatches=m) for m in (half, count))
+        half_s, step_s = (simulated_step_s(run, stages) for run in runs)
         apart_s = (step_s - half_s) / (count - half)
-        rest_s = (self.problem.microbatches - count) * apart_s
+        rest_s = (problem.microbatches - count) * apart_s
         return replace(self, step_s=step_s + rest_s)
 
     @property
@@ -102,25 +102,23 @@ class RoughStages:
         """Decides for each stage as `kept_or_again` does, and counts its seconds and bytes."""
         choices = list[int]()
         stages = list[StageCost]()
-        for s, (i, j) in enumerate(pairwise(bounds)):
-            choice, stage = self._stage(problem, s, i, j)
+        for cell in cells(bounds):
+            _, i, j = cell
+            choice, stage = self._stage(problem, cell)
             choices += [choice] * (j - i)
             stages.append(stage)
         decision = Decision(bounds, tuple(choices))
         return decision, evaluation_of(problem, stages)
 
-    def _stage(
-        self,
-        problem: Problem,
-        s: int,
-        i: int,
-        j: int,
-    ) -> tuple[int, StageCost]:
+    def _stage(self, problem: Problem, cell: Cell) -> tuple[int, StageCost]:
         """Returns the choice for all layers of a stage, and the stage's cost."""
+        s, _, j = cell
         group = problem.group(s)
-        # Everything that a stage's cost depends on must be part of the key. `apart` is what differs
-        # between devices.
-        apart = (
+        # Everything that a stage's cost depends on must be part of the key.
+        key = (
+            problem.microbatches,
+            problem.stages,
+            cell,
             group.replicas,
             problem.link_into(s),
             problem.link_out_of(s),
@@ -128,14 +126,13 @@ class RoughStages:
             group.slowness,
             group.less_bytes,
         )
-        key = problem.microbatches, problem.stages, s, i, j, apart
         if key not in self._known:
             choice = 0
             limit = problem.limit_of(problem.places[s])
-            stage = stage_cost(problem, s, i, j, [0] * j)
+            stage = stage_cost(problem, *cell, [0] * j)
             if limit is not None and stage.peak_bytes > limit:
                 choice = RECOMPUTE
-                stage = stage_cost(problem, s, i, j, [RECOMPUTE] * j)
+                stage = stage_cost(problem, *cell, [RECOMPUTE] * j)
             self._known[key] = choice, stage
         return self._known[key]
 
@@ -160,11 +157,9 @@ def _period_s(stages: Sequence[StageCost]) -> float:
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]
     # Round trips from stage a to stage r.
-    for a, stage in enumerate(stages):
-        before_s = through_s[a] + stage.comm_s
-        for r in range(a + 1, len(stages)):
-            trip_s = through_s[r + 1] - before_s
-            period_s = max(period_s, trip_s / (r - a + 1))
+    for a, r in combinations(range(len(stages)), 2):
+        trip_s = through_s[r + 1] - (through_s[a] + stages[a].comm_s)
+        period_s = max(period_s, trip_s / (r - a + 1))
     return period_s
 
 
@@ -174,14 +169,13 @@ def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     A network has two directions, which are busy for equally long.
     """
     busy_s: defaultdict[int, float] = defaultdict(float)
-    for s in range(1, len(stages)):
-        before = problem.group(s - 1).machines
-        here = problem.group(s).machines
+    machines = [problem.group(s).machines for s in range(len(stages))]
+    for stage, (before, here) in zip(stages[1:], pairwise(machines), strict=True):
         if before != here and len({*before, *here}) > 1:
             # Values leave the machines of one stage, and cotangents leave those of the other, so
             # each machine sends for half of `comm_s`.
             for machine in (*set(before), *set(here)):
-                busy_s[machine] += stages[s].comm_s / 2
+                busy_s[machine] += stage.comm_s / 2
     return max(busy_s.values(), default=0.0)
 
 

@@ -17,6 +17,7 @@ How long it climbs is set by `RULE` and `PLAN` (`effort.py`), which may be chang
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
@@ -66,14 +67,12 @@ class RuledPlan:
             decision: cuts and fates.
             fates: chooses fates for other cuts.
         """
-        loads = Loads.of(problem, decision)
         schedule = problem.schedule
-        order = schedule.tasks(problem.devices, problem.microbatches)
         return RuledPlan(
             problem,
             decision,
-            loads,
-            order,
+            Loads.of(problem, decision),
+            schedule.tasks(problem.devices, problem.microbatches),
             schedule.name,
             fates,
         )
@@ -110,21 +109,17 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
         # does not count that the stages of a device share its memory.
         refine = len(problem.costs.layers) <= RULE.refined_layers
         others.append(on_devices(partial(jvpipe, refine=refine))(problem))
-    climb = Climb(
-        problem,
-        ways,
-        RULE.simulated_tasks,
-        around=RULE.around,
-    )
-    begins = [decision for bounds in first for decision in climb.refitted(bounds)]
+    climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
+    begins = chain.from_iterable(map(climb.refitted, first))
     best = climb.top([*begins, *others])
     # If no plan near fast cuts fits, bounds move to cuts that hold less, even if they are slow.
     if best is None:
-        begins = list[Decision]()
-        for bounds in first:
-            for plan in emptied(problem, ways[-1], bounds, places=PLAN.places):
-                begins += climb.refitted(plan.bounds)
-        best = climb.top(begins)
+        emptier = (
+            plan.bounds
+            for bounds in first
+            for plan in emptied(problem, ways[-1], bounds, places=PLAN.places)
+        )
+        best = climb.top(chain.from_iterable(map(climb.refitted, emptier)))
     return best or on_devices(jvpipe)(problem)  # which raises Infeasible if it finds nothing either
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Bool
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.dual_bounds import DualBounds, Prices, Pricing
-from jvpipe.planners.joint.lot import Cell, Lot
+from jvpipe.planners.joint.lot import Cell, Lot, cells
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.model.chain_dp import Matrix
 from jvpipe.planners.model.keep_all import KeptBytes
@@ -75,18 +75,11 @@ class StageTable:
         """Makes the table of a block, and settles the cells that keep everything or cannot fit."""
         limit = pricing.limit_bytes
         least_s = np.maximum(block.compute_s, block.traffic_s)
-        keeping = _keeping_bytes(pricing, block)
-        least = pricing.least_bytes(block)
         possible = block.inside & (block.reducing_bytes <= limit)
-        keeps = possible & (keeping <= limit)
-        fits = keeps | (possible & (least <= limit))
+        keeps = possible & (_keeping_bytes(pricing, block) <= limit)
+        fits = keeps | (possible & (pricing.least_bytes(block) <= limit))
         seconds = np.where(fits, least_s, np.inf)
-        return StageTable(
-            pricing,
-            block,
-            seconds,
-            keeps | ~fits,
-        )
+        return StageTable(pricing, block, seconds, keeps | ~fits)
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""
@@ -117,7 +110,6 @@ class StageTable:
         block = self.block
         at = (rows, columns)
         seconds = self.seconds[at]
-        updates = self.pricing.segments.problem.updates
         forward_s = block.forward_s[at]
         compute_s = block.compute_s[at]
         traffic_s = block.traffic_s[at]
@@ -129,7 +121,7 @@ class StageTable:
             Kind.B: compute_s - forward_s,
             Kind.R: work_s - compute_s,
             Kind.RETURN: block.comm_s[at] / 2,
-            Kind.U: block.once_s[at] / updates,
+            Kind.U: block.once_s[at] / self.pricing.segments.problem.updates,
         }
         nothing = np.zeros_like(forward_s)
         parts_s = [by_part.get(part, nothing) for part in PARTS]
@@ -137,20 +129,15 @@ class StageTable:
 
     def price(self, prices: Prices) -> None:
         """Raises the lower bound of each cell to the one that these prices prove, if higher."""
-        bound_s = self.pricing.bound_s(self.block, prices)
-        proven_s = np.maximum(self.seconds, bound_s)
+        proven_s = np.maximum(self.seconds, self.pricing.bound_s(self.block, prices))
         self.seconds = np.where(self.settled, self.seconds, proven_s)
 
-    def at(self, rows: Cuts, columns: Cuts) -> "StageTable":
-        """Returns the cells of the starts and the ends at these indices."""
-        at = np.ix_(rows, columns)
-        block = self.block.at(rows, columns)
-        return StageTable(
-            self.pricing,
-            block,
-            self.seconds[at],
-            self.settled[at],
-        )
+    def at(self, row: int, column: int) -> "StageTable":
+        """Returns the table of one cell."""
+        places = np.array([row]), np.array([column])
+        at = np.ix_(*places)
+        block = self.block.at(*places)
+        return StageTable(self.pricing, block, self.seconds[at], self.settled[at])
 
 
 def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
@@ -164,13 +151,14 @@ def _keeping_bytes(pricing: Pricing, block: CutBlock) -> Matrix:
     layers = slice(block.starts[0], block.ends[-1])
     kept_s = choices.own_s[layers, :1]
     others_s = np.c_[choices.own_s, choices.forward_s][layers]
-    is_slower = (others_s < kept_s).any()
-    swaps = (choices.swapped_bytes[layers, 0] > 0).any()
-    if is_slower or swaps:
+    if (others_s < kept_s).any() or choices.swapped_bytes[layers, 0].any():
         return np.full(block.inside.shape, np.inf)
-    left = choices.left_bytes[:, 0]
-    working = choices.working_bytes[:, 0]
-    kept = KeptBytes.of(segments, block, left, working)
+    kept = KeptBytes.of(
+        segments,
+        block,
+        choices.left_bytes[:, 0],
+        choices.working_bytes[:, 0],
+    )
     return kept.peak(segments.in_flight[block.s], block.fixed_bytes)
 
 
@@ -194,10 +182,11 @@ class Table:
         self.pricing = pricing
         self.effort = effort
         self.cuts = list(cuts)
-        spans = enumerate(pairwise(cuts))
-        blocks = [pricing.segments.block(s, starts, ends) for s, (starts, ends) in spans]
-        self.stages = [StageTable.of(pricing.at(block.s), block) for block in blocks]
-        self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
+        self.stages = [
+            StageTable.of(pricing.at(s), pricing.segments.block(s, *near))
+            for s, near in enumerate(pairwise(cuts))
+        ]
+        self.most_swapped_bytes = most_swapped_bytes or (np.inf,) * len(self.stages)
         self.fates: dict[Cell, tuple[int, ...]] = {}
         self.prices: dict[Cell, Prices] = {}
         # Lower bounds of the settled cells whose known choices may not be the best.
@@ -224,12 +213,7 @@ class Table:
 
     def along(self, path: Path) -> list[StageTable]:
         """Returns the stages, each with only its cell of a path."""
-        stages = []
-        for stage, (row, column) in map(self.found, cells(path)):
-            rows = np.array([row])
-            columns = np.array([column])
-            stages.append(stage.at(rows, columns))
-        return stages
+        return [stage.at(*at) for stage, at in map(self.found, cells(path))]
 
     def path(self, places: Sequence[int] | np.ndarray) -> Path:
         """Returns the cuts at these indices, one for each bound."""
@@ -238,12 +222,8 @@ class Table:
 
     def open_cells(self, path: Path) -> list[Cell]:
         """Lists the open cells of a path."""
-        opened = []
-        for cell in cells(path):
-            stage, at = self.found(cell)
-            if not stage.settled[at]:
-                opened.append(cell)
-        return opened
+        found = {cell: self.found(cell) for cell in cells(path)}
+        return [cell for cell, (stage, at) in found.items() if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
         """Refines open cells: first by prices, then by choosing fates, which settles them."""
@@ -258,23 +238,13 @@ class Table:
         """Finds the best prices of some cells, which also raise the bounds of their neighbors."""
         asked = []
         for cell in open_cells:
+            stage, _ = self.found(cell)
             query = self.query(cell)
-            pricing = self.pricing.at(cell[0])
-            relaxed = pricing.relaxed(
-                cell,
-                query.room_bytes,
-                query.compute_s,
-                query.traffic_s,
-            )
-            asked.append(relaxed)
+            limits = query.room_bytes, query.compute_s, query.traffic_s
+            asked.append(stage.pricing.relaxed(cell, *limits))
         bounds = DualBounds(asked)
-        every = zip(
-            open_cells,
-            bounds.solve(),
-            bounds.best.tolist(),
-            strict=True,
-        )
-        for cell, prices, bound_s in every:
+        solved = zip(open_cells, bounds.solve(), bounds.best, strict=True)
+        for cell, prices, bound_s in solved:
             self.prices[cell] = prices
             stage, at = self.found(cell)
             if bound_s > stage.seconds[at] * (1 + self.effort.tolerance):
@@ -285,11 +255,7 @@ class Table:
         stage, at = self.found(cell)
         bound_s = float(stage.seconds[at])
         self.layers += cell[2] - cell[1]
-        search = FateSearch(
-            stage.pricing,
-            self.query(cell),
-            self.prices[cell],
-        )
+        search = FateSearch(stage.pricing, self.query(cell), self.prices[cell])
         fates = search.least_seconds(self.effort.quick)
         enough_s = bound_s * (1 + self.effort.tolerance)
         may_be_better = not fates.proven and enough_s < fates.seconds
@@ -310,13 +276,12 @@ class Table:
         """Makes the query by which fates are chosen for a cell."""
         stage, at = self.found(cell)
         block = stage.block
-        room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
         return FateQuery(
-            Lot.of_stage(self.pricing.segments.in_flight[cell[0]], cell),
+            Lot.of_stage(self.pricing.segments.in_flight[block.s], cell),
             float(block.compute_s[at]),
             float(block.traffic_s[at]),
-            room,
-            self.most_swapped_bytes[cell[0]],
+            self.pricing.limit_bytes - float(block.fixed_bytes[at]),
+            self.most_swapped_bytes[block.s],
         )
 
     def seconds(self, cell: Cell) -> float:
@@ -329,10 +294,5 @@ class Table:
 
         A cell keeps all if no search was needed.
         """
-        of_cells = (self.fates.get(x, (0,) * (x[2] - x[1])) for x in cells(path))
+        of_cells = (self.fates.get((s, i, j), (0,) * (j - i)) for s, i, j in cells(path))
         return tuple(chain.from_iterable(of_cells))
-
-
-def cells(path: Path) -> list[Cell]:
-    """Lists the cells of a path."""
-    return [(s, i, j) for s, (i, j) in enumerate(pairwise(path))]

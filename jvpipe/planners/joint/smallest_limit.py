@@ -13,7 +13,7 @@ may be changed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 from math import comb
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
-from jvpipe.planners.joint.lot import Lot
+from jvpipe.planners.joint.lot import Lot, cells
 from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.model.chain_dp import least_max, least_sufficient, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
@@ -62,23 +62,22 @@ def min_bytes_plan(pricing: Pricing) -> Floor:
     """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
+    plan = None
     if area(cuts) <= LIMIT.all_cells:
         plan = _min_bytes_plan(pricing, cuts)
-        assert plan is not None, "without a limit there is a plan"
-        return plan
-    least = _least_reached_bytes(pricing)
-    # Each bound gets a window: the cuts that stages can reach under a limit. `least` is
-    # only a lower bound, so perhaps no plan keeps it, and larger limits are tried. All
-    # plans that keep a limit lie in its windows. So once the plan found keeps the limit, no
-    # wider windows are needed.
-    plan = None
-    for slack in (1.02, 1.2, 3.0):
-        limit = least * slack
-        windows = Reach(replace(pricing, limit_bytes=limit)).windows(np.inf)
-        plan = _min_bytes_plan(pricing, bounded(windows))
-        if plan and plan.bytes <= limit:
-            break
-    assert plan is not None
+    else:
+        least = _least_reached_bytes(pricing)
+        # Each bound gets a window: the cuts that stages can reach under a limit. `least` is only a
+        # lower bound, so perhaps no plan keeps it, and larger limits are tried. All plans that keep
+        # a limit lie in its windows. So once the plan found keeps the limit, no wider windows are
+        # needed.
+        for slack in (1.02, 1.2, 3.0):
+            limit = least * slack
+            windows = Reach(replace(pricing, limit_bytes=limit)).windows(np.inf)
+            plan = _min_bytes_plan(pricing, bounded(windows))
+            if plan and plan.bytes <= limit:
+                break
+    assert plan is not None, "without a limit there is a plan"
     return plan
 
 
@@ -119,8 +118,7 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[Floor]:
     plans = list[Floor]()
     for inner in combinations(places, inner_bounds):
         # The window of bound s begins behind the first s cuts, so its indices are s lower.
-        in_windows = [place - s for s, place in enumerate(inner, 1)]
-        path = (0, *in_windows, 0)
+        path = (0, *(place - s for s, place in enumerate(inner, 1)), 0)
         if peaks.settle_path(path, np.inf) < np.inf:
             plans.append(peaks.plan(path))
     yield from sorted(plans, key=lambda plan: plan.bytes)
@@ -139,16 +137,14 @@ class Peaks:
         self.pricing = pricing
         self.cuts = cuts
         self.exact = segments.n <= LIMIT.exact_layers
-        spans = enumerate(pairwise(cuts))
-        self.blocks = [segments.block(s, *near) for s, near in spans]
+        self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
         self.bytes = [self._least_bytes(block) for block in self.blocks]
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def _least_bytes(self, block: CutBlock) -> Grid:
         """Bounds the peak bytes of segments from below; infinite for segments without layers."""
         least = self.pricing.at(block.s).least_bytes(block)
-        peaks = np.maximum(least, block.reducing_bytes)
-        return np.where(block.inside, peaks, np.inf)
+        return np.where(block.inside, np.maximum(least, block.reducing_bytes), np.inf)
 
     def settle(
         self,
@@ -168,30 +164,23 @@ class Peaks:
         peaks = self.bytes[s]
         if (s, a, b) in self.choices or peaks[a, b] >= below:
             return float(peaks[a, b])
+        pricing = self.pricing
         block = self.blocks[s]
         fixed = float(block.fixed_bytes[a, b])
-        cell = s, int(self.cuts[s][a]), int(self.cuts[s + 1][b])
-        lot = Lot.of_stage(self.pricing.segments.in_flight[s], cell)
-        held_bytes, choices, bound_bytes = fewest_bytes(
-            self.pricing,
+        cell = s, int(block.starts[a]), int(block.ends[b])
+        lot = Lot.of_stage(pricing.segments.in_flight[s], cell)
+        held_bytes, self.choices[s, a, b], bound_bytes = fewest_bytes(
+            pricing,
             lot,
             exact=self.exact,
             below=below - fixed,
         )
-        self.choices[s, a, b] = choices
         # A longer segment that contains this one needs nearly as many bytes, or more. So the bounds
         # of longer segments are raised now, and many of them never have to be settled.
         longer = peaks[: a + 1, b:]
-        least_bytes = longer_bytes(
-            self.pricing,
-            block,
-            a,
-            b,
-            bound_bytes,
-        )
+        least_bytes = longer_bytes(pricing, block, a, b, bound_bytes)
         np.maximum(longer, least_bytes, out=longer)
-        reducing = float(block.reducing_bytes[a, b])
-        peaks[a, b] = max(fixed + held_bytes, reducing)
+        peaks[a, b] = max(fixed + held_bytes, block.reducing_bytes[a, b])
         return float(peaks[a, b])
 
     def settle_path(self, places: Sequence[int], below: float) -> float:
@@ -201,16 +190,15 @@ class Peaks:
             places: for each bound, the index of its cut.
             below: from this many bytes on, the exact number does not matter.
         """
-        spans = enumerate(pairwise(places))
-        return max(self.settle(s, a, b, below) for s, (a, b) in spans)
+        return max(self.settle(*cell, below) for cell in cells(places))
 
     def plan(self, places: Sequence[int]) -> Floor:
         """Makes the plan of a path whose segments are settled, given the index of each cut."""
-        cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
-        taken = tuple(int(self.bytes[s][a, b]) for s, a, b in cells)
+        path = cells(places)
+        taken = tuple(int(self.bytes[s][a, b]) for s, a, b in path)
         pairs = zip(self.cuts, places, strict=True)
         bounds = tuple(int(cuts[place]) for cuts, place in pairs)
-        choices = tuple(choice for cell in cells for choice in self.choices[cell])
+        choices = tuple(choice for cell in path for choice in self.choices[cell])
         return Floor(Decision(bounds, choices), taken)
 
 
@@ -223,9 +211,7 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> Floor | None:
     peaks = Peaks(pricing, cuts)
     near = 1 if peaks.exact else 1 + LIMIT.tolerance
     best: Floor | None = None
-    rounds = 0
-    while True:
-        rounds += 1
+    for rounds in count(1):
         # Each path has a highest bound, that of its fullest segment. `highest` is the least of
         # these over all paths. So no plan holds less, and a plan that holds no more is the
         # emptiest, unless `fewest_bytes` missed the fewest bytes of a settled segment. The loop
@@ -244,7 +230,8 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> Floor | None:
             return best
         most_rounds = LIMIT.rounds_with_plan if best else LIMIT.rounds_without_plan
         if rounds > most_rounds and not peaks.exact:
-            return best
+            break
+    return best
 
 
 def longer_bytes(
@@ -275,13 +262,12 @@ def longer_bytes(
     choices = pricing.at(block.s).choices
     starts = block.starts[: a + 1]
     last = block.ends[b] - 1
-    in_flight = pricing.segments.in_flight[block.s]
     # The first difference: by how much the input of the known segment's first layer is
     # larger than the smallest input from the start of the longer segment on.
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1]
     larger = inputs[-1] - least[starts - starts[0]]
-    begun = on_device_bytes(in_flight, larger)
+    begun = on_device_bytes(pricing.segments.in_flight[block.s], larger)
     # The second difference: what a run needs in addition if it ends with the known segment.
     # This is 0 if the longer segment also ends there.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
@@ -299,16 +285,16 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
         pricing: the choices of all layers, and the limit.
     """
     plan = min_bytes_plan(pricing)
+    stage = plan.stage
     limit = int(pricing.limit_bytes)
-    bounds = plan.decision.bounds
-    i, j = bounds[plan.stage : plan.stage + 2]
+    i, j = plan.decision.bounds[stage : stage + 2]
     over = plan.bytes - limit
     problem = pricing.segments.problem
-    stage_limit = limit - problem.less_bytes(plan.stage)
-    where = f" of {problem.name_of(plan.stage)}" if problem.unlike_limits else " per device"
+    stage_limit = limit - problem.less_bytes(stage)
+    where = f" of {problem.name_of(stage)}" if problem.unlike_limits else " per device"
     return Infeasible(
         f"no plan keeps the limit of {stage_limit} bytes{where}: "
-        f"at best, stage {plan.stage} (layers {i} to {j - 1}) takes {over} bytes more. "
+        f"at best, stage {stage} (layers {i} to {j - 1}) takes {over} bytes more. "
         f"The smallest limit that would do is {problem.enough_said(plan.bytes)}; "
         "raise the limit, add stages, or use smaller micro-batches",
         smallest_limit_bytes=plan.bytes,

@@ -27,6 +27,8 @@ from jvpipe.planners.joint.dominance import (
     MOST,
     SWAPPED,
     Growth,
+    PerState,
+    Places,
     States,
     beyond_held,
     follow,
@@ -108,25 +110,15 @@ class FateSearch:
         self.moment = int(keeping.argmax())
         held_bytes = growth.held[self.moment]
         self.room = query.room_bytes - base[self.moment]
-        offers = Offers(
-            table.allowed[at],
-            growth.extra_s[at],
-            link_s,
-            held_bytes,
-        )
+        offers = Offers(table.allowed[at], growth.extra_s[at], link_s, held_bytes)
         # A device needs at least what all layers hold plus what the last layer works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
         with_last = offers._replace(held_bytes=held_bytes + last)
         if prices is None:
-            asked = Relaxation(
-                with_last,
-                self.room,
-                query.compute_s,
-                query.traffic_s,
-            )
+            asked = Relaxation(with_last, self.room, query.compute_s, query.traffic_s)
             prices = DualBounds([asked]).solve()[0]
-        self.prices = self.alpha, self.mu = prices
+        self.prices = prices
         # Lower bounds of what the remaining layers cost at these prices.
         priced = offers.cost(*prices)
         paid = priced.min(1)
@@ -135,21 +127,15 @@ class FateSearch:
         # backwards have freed it.
         left = table.left_bytes[at]
         others = offers._replace(held_bytes=held_bytes - left).cost(*prices)
-        spared = others.min(1) - self.mu * growth.given
+        spared = others.min(1) - prices[1] * growth.given
         self.cost_to_come = to_come(with_last.cost(*prices).min(1))
         self.paid_to_come = to_come(paid)
         self.spare_to_come = until_end(spared, paid, growth.ends)
         self.extra_to_come = to_come(offers.cost(1.0, 0.0).min(1))  # of compute alone
         self.last_bytes = float(table.least_working_bytes[at[-1]])
-        self.expected = self._expected(
-            priced,
-            offers.extra_s,
-            link_s,
-            held_bytes,
-            left,
-        )
+        self.expected = self._expected(priced, offers.extra_s, link_s, held_bytes, left)
 
-    def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
+    def _expected(self, cost: PerChoice, *taken: PerChoice) -> Float[np.ndarray, "4 N1"]:
         """Estimates what the remaining layers take: means over choices, mostly the cheap ones.
 
         Compute, link and bytes each have a price. If a price is above 0, the best choices of all
@@ -162,39 +148,25 @@ class FateSearch:
                 Left bytes are scaled like held bytes.
         """
         query = self.query
-        alpha = self.alpha
+        alpha, mu = self.prices
         without_fates_s = alpha * query.compute_s + (1 - alpha) * query.traffic_s
-        bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
+        bound_s = without_fates_s + self.cost_to_come[0] - mu * self.room
         # The more a choice costs above its layer's cheapest, the less it counts. The unit
         # of this difference is a share (`FATE.near_best`) of the mean seconds of a layer.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
-        least_s = max(1e-12 * most_s, 1e-300)
-        near_s = max(FATE.near_best * bound_s / len(cost), least_s)
-        cheapest = cost.min(1)[:, None]
+        near_s = max(FATE.near_best * bound_s / len(cost), 1e-12 * most_s, 1e-300)
+        cheapest = cost.min(1, keepdims=True)
         near = np.exp((cheapest - cost) / near_s)
-        shares = near / near.sum(1)[:, None]
-        sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
+        shares = near / near.sum(1, keepdims=True)
+        sums_to_come = np.array([to_come((shares * x).sum(1)) for x in taken])
         room = self.room - self.last_bytes
-        binding = (
-            self.alpha > 0,
-            self.alpha < 1,
-            self.mu > 0,
-        )
-        wholes = (
-            bound_s - query.compute_s,
-            bound_s - query.traffic_s,
-            room,
-        )
-        scales = []
-        for x, available, binds in zip(sums_to_come, wholes, binding, strict=False):
-            rest = max(available, 0.0)
-            scale = 1.0
-            # An estimate that is nearly 0 stays: its scale might be infinite.
-            if binds and x[0] > ROUNDING * rest:
-                scale = rest / x[0]
-            scales.append(scale)
-        scales.append(scales[-1])
-        return [x * scale for x, scale in zip(sums_to_come, scales, strict=True)]
+        binds = np.array([alpha > 0, alpha < 1, mu > 0])
+        rest = np.maximum([bound_s - query.compute_s, bound_s - query.traffic_s, room], 0.0)
+        whole = sums_to_come[:3, 0]
+        # An estimate that is nearly 0 stays: its scale might be infinite.
+        is_scaled = binds & (whole > ROUNDING * rest)
+        scales = np.divide(rest, whole, out=np.ones(3), where=is_scaled)
+        return sums_to_come * scales[[0, 1, 2, 2], None]
 
     def least_seconds(self, width: int, below_s: float = np.inf) -> StageChoices:
         """Finds the fastest choices that fit and take less than `below_s`.
@@ -206,27 +178,17 @@ class FateSearch:
                 `width` of them stay (`_fittest`).
             below_s: only choices that take fewer seconds than this are searched for.
         """
+        growth = self.growth
         below_s *= BELOW_FACTOR
-        last = follow(
-            self.growth,
-            below_s,
-            width,
-            self._bounds,
-            partial(self._fittest, width),
-        )
-        states = last.states
+        fittest = partial(self._fittest, width)
+        states, chosen, dropped = follow(growth, below_s, width, self._bounds, fittest)
         if not states.shape[1]:
-            return StageChoices((), np.inf, min(below_s, last.dropped))
+            return StageChoices((), np.inf, min(below_s, dropped))
         seconds = np.maximum(*self._loads_s(states))
-        used = self.growth.least_bytes(states, self.growth.n)
-        order = np.lexsort((used, states[SWAPPED], seconds))
-        best = int(order[0])
+        used = growth.least_bytes(states, growth.n)
+        best = np.lexsort((used, states[SWAPPED], seconds))[0]
         found_s = float(seconds[best])
-        return StageChoices(
-            tuple(last.chosen[best].tolist()),
-            found_s,
-            min(found_s, last.dropped),
-        )
+        return StageChoices(tuple(chosen[best].tolist()), found_s, min(found_s, dropped))
 
     def emptiest(self) -> StageChoices:
         """Finds choices that hold few bytes; none if they break a limit on bytes.
@@ -235,54 +197,53 @@ class FateSearch:
         if its choices break a limit, that proves nothing.
         """
         query = self.query
-        at = self.growth.at
+        growth = self.growth
+        at = growth.at
         taken, choices, _ = fewest_bytes(self.pricing, query.lot, exact=False)
-        swapped = float(self.growth.table.swapped_bytes[at, choices].sum())
+        swapped = float(growth.table.swapped_bytes[at, choices].sum())
         if taken > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, 0.0)
-        compute_s = query.compute_s + float(self.growth.extra_s[at, choices].sum())
+        compute_s = query.compute_s + float(growth.extra_s[at, choices].sum())
         link_s = query.traffic_s + 2 * self.host.seconds(swapped)
         return StageChoices(choices, max(compute_s, link_s), 0.0)
 
-    def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
+    def _bounds(self, states: States, done: int) -> PerState:
         """Returns lower bounds of the seconds that states lead to; infinite if they cannot fit."""
         query = self.query
+        alpha, mu = self.prices
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
         # There are three bounds: compute alone, the link alone, and the weighted mean of
         # both with the price of bytes.
         compute_s, link_s = self._loads_s(states)
-        priced = self.alpha * compute_s + (1 - self.alpha) * link_s
-        if self.mu:
-            over = self._held_bytes(states) - query.room_bytes
-            beyond = self.mu * beyond_held(states)
-            beyond = beyond + self.spare_to_come[done]
-            to_come = np.maximum(self.cost_to_come[done], beyond)
+        priced = alpha * compute_s + (1 - alpha) * link_s
+        to_come = self.cost_to_come[done]
+        if mu:
+            beyond = mu * beyond_held(states) + self.spare_to_come[done]
+            to_come = np.maximum(to_come, beyond)
             if self.growth.fixed_rows > MOST:
-                largest = self.mu * states[MOST] + self.paid_to_come[done]
+                largest = mu * states[MOST] + self.paid_to_come[done]
                 to_come = np.maximum(to_come, largest)
-            paid = self.mu * np.where(fits, over, 0.0)
-            priced = priced + paid + to_come
-        else:
-            priced = priced + self.cost_to_come[done]
+            over = self._held_bytes(states) - query.room_bytes
+            priced = priced + mu * np.where(fits, over, 0.0)
         least_compute_s = compute_s + self.extra_to_come[done]
-        bound_s = np.maximum.reduce([least_compute_s, link_s, priced])
+        bound_s = np.maximum.reduce([least_compute_s, link_s, priced + to_come])
         return np.where(fits, bound_s, np.inf)
 
     def _fittest(
         self,
         width: int,
         states: States,
-        bound: np.ndarray,
-        _alive: np.ndarray,
+        bound: PerState,
+        _alive: Places,
         done: int,
-    ) -> np.ndarray:
+    ) -> Places:
         """Picks the states that stay: `width` with the least bounds, and `width` likely to be fast.
 
         The expected seconds are those of a state, plus the estimates of `_expected` for the
         remaining layers, plus a price for each byte that would then be over the limit.
         """
-        extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
+        extra_s, link_s, to_hold, left = self.expected[:, done]
         held_bytes = self._held_bytes(states)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
         if self.growth.fixed_rows > MOST:
@@ -291,22 +252,20 @@ class FateSearch:
         compute_so_far_s, link_so_far_s = self._loads_s(states)
         may = np.isfinite(bound)
         overrun = np.maximum(np.where(may, over, 0.0), 0.0)
-        penalty_s = FATE.overrun_price * self.mu * overrun
-        compute_s = compute_so_far_s + extra_s
-        transfers_s = link_so_far_s + link_s
-        seconds = np.maximum(compute_s, transfers_s) + penalty_s
-        expected_s = np.where(may, seconds, np.inf)
+        penalty_s = FATE.overrun_price * self.prices[1] * overrun
+        seconds = np.maximum(compute_so_far_s + extra_s, link_so_far_s + link_s)
+        expected_s = np.where(may, seconds + penalty_s, np.inf)
         near = np.argpartition(expected_s, width)[:width]
         low = np.argpartition(bound, width)[:width]
         # The state that takes the fewest bytes stays too: it is the likeliest to fit in the end.
         taken = np.where(may, held_bytes + beyond, np.inf)
         return np.concatenate([near, low, [taken.argmin()]])
 
-    def _held_bytes(self, states: States) -> Float[np.ndarray, "M"]:
+    def _held_bytes(self, states: States) -> PerState:
         """Returns the bytes that states hold at the moment to which prices apply."""
         return states[self.growth.fixed_rows + self.moment]
 
-    def _loads_s(self, states: States) -> tuple[Float[np.ndarray, "M"], Float[np.ndarray, "M"]]:
+    def _loads_s(self, states: States) -> tuple[PerState, PerState]:
         """Counts the seconds of compute and of the link that states take."""
         query = self.query
         one_way_s = link_seconds(self.host, states[SWAPPED])

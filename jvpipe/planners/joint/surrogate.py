@@ -20,7 +20,8 @@ from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.joint.segment_table import Effort, Table, cells
+from jvpipe.planners.joint.lot import cells
+from jvpipe.planners.joint.segment_table import Effort, Table
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
@@ -120,12 +121,11 @@ def trips(
         effort(segments.n),
     )
     stages = table.stages
-    comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
     # Several caps and factors may lead to the same path. A dictionary has each path once, in order.
     every_path = dict[tuple[int, ...], None]()
     for factor in CUTS.transfer_factors:
-        slower_s = [factor * c for c in comm_s]
+        slower_s = [factor * stage.block.comm_s for stage in stages]
         every_path |= dict.fromkeys(Trips(link_s, slower_s).paths())
     if not every_path:
         return []
@@ -134,8 +134,8 @@ def trips(
     parts_s, busy_s = map(np.array, zip(*loads_s, strict=True))
     ranked = least_steps_s(problem, parts_s, busy_s).argsort(kind="stable")
     decisions = []
-    for at in ranked[:paths]:
-        path = table.path(every[at])
+    for places in every[ranked[:paths]]:
+        path = table.path(places)
         # The loop ends, because each round prices or settles open cells of the path.
         while opened := table.open_cells(path):
             table.refine(opened)
@@ -152,8 +152,7 @@ def _beyond_s(
     """Returns a lower bound of the seconds of a plan with a stage that takes longer than a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s
-    work_s = float(pricing.segments.least_compute_s[-1])
-    return work_s + (problem.microbatches - 1) * cap_s
+    return float(pricing.segments.least_compute_s[-1]) + (problem.microbatches - 1) * cap_s
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
@@ -167,14 +166,12 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     if limit is None or not solution.feasible:
         return solution
     stages = evaluate_decision(problem, solution.decision()).stages
-    moves = [stage.host_bytes for stage in stages]
-    total = sum(moves)
+    total = sum(stage.host_bytes for stage in stages)
     if total <= limit:
         return solution
     # Two alternatives are searched, and the faster one is taken: each stage may swap in proportion
     # to what it swaps now, or no stage swaps.
-    shares = zip(moves, stages, strict=True)
-    parts = [limit * moved / total // (x.replicas * x.in_flight) for moved, x in shares]
+    parts = [limit * x.host_bytes / total // (x.replicas * x.in_flight) for x in stages]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),

@@ -65,11 +65,10 @@ class Trips:
         """Finds nearly the least cap under which there is a path; infinite if there is none."""
         # Every path keeps a cap that is the sum of the slowest stage, the slowest link and the
         # largest `busy_s`.
-        caps = []
+        high = 1e-300
         for matrices in (self.seconds, self.comm_s, self.busy_s):
             slowest = (x[np.isfinite(x)].max(initial=0.0) for x in matrices)
-            caps.append(max(slowest, default=0.0))
-        high = sum(caps) + 1e-300
+            high += max(slowest, default=0.0)
         if self.path(high) is None:
             return np.inf
         # Halving the interval is valid, because a larger cap allows all paths of a smaller one.
