@@ -42,8 +42,7 @@ class GivenLists:
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Returns the lists; raises ValueError if they are for other devices or micro-batches."""
-        last = max([task.microbatch for task in chain(*self.lists)], default=0)
-        count = last + 1
+        count = 1 + max([task.microbatch for task in chain(*self.lists)], default=0)
         if (len(self.lists), count) != (devices, microbatches):
             raise ValueError(
                 f"the plan's lists are for {len(self.lists)} devices and {count} micro-batches, "

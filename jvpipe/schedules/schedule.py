@@ -341,12 +341,12 @@ def at_least(least: int, **options: Any) -> None:
             )
 
 
-def numbers_of(name: str, values: Any) -> tuple[int, ...]:
+def numbers_of(name: str, values: Any) -> tuple[int, ...] | None:
     """Checks an option that has a number for each device, and returns the numbers as a tuple.
 
     Args:
         name: the name of the option.
-        values: the numbers as the user gave them.
+        values: the numbers as the user gave them; None if the option is not given.
 
     Raises:
         ValueError: a value is not a whole number, or is below 0.
@@ -354,10 +354,21 @@ def numbers_of(name: str, values: Any) -> tuple[int, ...]:
     >>> numbers_of("late", [0, 1])
     (0, 1)
     """
+    if values is None:
+        return None
     numbers = whole_numbers(name, values)
     for number in numbers:
         at_least(0, **{f"each of {name}": number})
     return numbers
+
+
+def check_count(name: str, numbers: Sequence[int], devices: int) -> None:
+    """Raises ValueError unless an option has as many numbers as there are devices."""
+    if len(numbers) != devices:
+        raise ValueError(
+            f"{name}={numbers} has {len(numbers)} numbers, but there are {devices} devices: "
+            "give one number for each device"
+        )
 
 
 @lru_cache(maxsize=256)
