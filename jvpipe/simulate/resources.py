@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jvpipe.ir.kinds import Kind
+from jvpipe.simulate.work_parts import Features
 
 WAYS = ("out", "in")
 """The directions of a machine's network."""
@@ -31,18 +32,16 @@ class Resources:
     Attributes:
         places: the device of each stage.
         devices: the number of devices.
-        shared: whether sends between devices take the links to the host.
-        machines: for each place, the machine of each device there; empty if no networks are shared.
+        on: says whether sends take the links to the host, and which networks are shared.
 
-    >>> resources = Resources((0, 1), 2)
+    >>> resources = Resources((0, 1), 2, Features())
     >>> resources.occupied(0, Kind.F), resources.occupied(0, Kind.OUT), resources.occupied(0, Kind.SEND)
     ((0,), (2,), (4,))
     """
 
     places: Sequence[int]
     devices: int
-    shared: bool = False
-    machines: tuple[tuple[int, ...], ...] = ()
+    on: Features
 
     @property
     def in_order(self) -> Sequence[int]:
@@ -72,9 +71,7 @@ class Resources:
             case Kind.RETURN:
                 return self._between(d, places[stage - 1])
             case Kind.REDUCE:
-                if not self.machines:
-                    return ()
-                machines = self.machines[d]
+                machines = self.on.machines[d] if self.on.machines else ()
                 return self._networks(machines, machines)
             case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W | Kind.U:
                 return (d,)
@@ -97,16 +94,13 @@ class Resources:
             to: the place that receives.
         """
         D = self.devices
-        if self.machines:
-            senders = self.machines[d]
-            readers = self.machines[to]
-            networks = self._networks(senders, readers)
-            if networks and senders != readers:
+        if machines := self.on.machines:
+            networks = self._networks(machines[d], machines[to])
+            if networks and machines[d] != machines[to]:
                 return networks
-        if self.shared:
+        if self.on.shared:
             return (D + d, D + to)
-        closes_loop = d == 0 and to == D - 1 > 1
-        is_backward = to == d - 1 or closes_loop
+        is_backward = (d - to) % max(D, 3) == 1  # of two places, device 1 comes after device 0
         first = 3 * D if is_backward else 2 * D
         return (first + d,)
 
@@ -121,7 +115,7 @@ class Resources:
             senders: the machine of each device that sends.
             readers: the machine of each device that receives.
         """
-        if len({*senders, *readers}) == 1:
+        if len({*senders, *readers}) <= 1:
             return ()
         first = 4 * self.devices  # after devices and links
         out = [first + 2 * k for k in sorted(set(senders))]

@@ -241,9 +241,7 @@ def _curves(
         temporary = temporary_bytes[i] if temporary_bytes else 0
         if temporary:
             changes[row.place] += [(start_s, temporary), (end_s, -temporary)]
-    curves: list[Curve] = []
-    for d in range(devices):
-        curves.append(Curve.of(f"device {d}", changes[d], base[d]))
+    curves = [Curve.of(f"device {d}", changes[d], base[d]) for d in range(devices)]
     return (*curves, Curve.of("host", changes[HOST], base[HOST]))
 
 
