@@ -32,14 +32,15 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import add
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.util.sizes import ROUNDING
 
-_T = TypeVar("_T")
 NOT_YET = -1.0
 """The arrival time of an input that was not sent yet; any negative number works."""
 
@@ -100,12 +101,8 @@ class Course:
         # no other number.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
 
-        def by_step(kinds: Iterable[Sequence[_T]]) -> list[_T]:
-            numbers = list[_T]()
-            for of_stages in kinds:
-                for number in of_stages:
-                    numbers += [number] * M
-            return numbers
+        def by_step(by_kind: Iterable[Sequence[float]]) -> list[float]:
+            return np.repeat(list(by_kind), M).tolist()
 
         # Backwards are whole until `flip` splits them.
         kinds = Kind.F, Kind.B, Kind.W
@@ -115,7 +112,7 @@ class Course:
         self.bytes = by_step(loads.more_bytes[kind] for kind in kinds)
         self.send_s = by_step([loads.send_s, return_s, none_s])
         self.early_s = by_step([none_s, loads.early_s, none_s])
-        self.device = by_step([loads.places] * 3)
+        self.device = [d for d in loads.places for _ in range(M)] * 3
         self.updates_s = loads.updates_s
         self.half = [False] * cells
         for s, kind, m in chain.from_iterable(order):
@@ -172,7 +169,9 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        self.there = there = self._arrivals()
+        # Nothing is sent to the first stage. The last `cells` entries are never read. They are there
+        # so that the line marked (*) needs no test for second halves.
+        self.there = there = [0.0] * self.M + [NOT_YET] * (4 * cells - self.M)
         self.starts = starts = [0.0] * (3 * cells)
         self.ends = ends = [0.0] * (3 * cells)
         self.ran = ran = list[int]()
@@ -216,14 +215,6 @@ class Course:
                     ready.append(waits.pop(target))
             free_s[d] = now
         self.step_s = self._whole_s(free_s)
-
-    def _arrivals(self) -> list[float]:
-        """Makes the entries of `there` as they are before any step has run."""
-        # The last `cells` entries are never read. They are there so that the line marked (*) in
-        # `run` needs no test for second halves.
-        there = [NOT_YET] * (4 * self.cells)
-        there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
-        return there
 
     def _whole_s(self, free_s: Sequence[float]) -> float:
         """Counts the seconds of the whole order; infinite if not all steps have run.
@@ -280,11 +271,8 @@ class Course:
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s
-        lasts = []
-        for steps, update_s in zip(self.lists, self.updates_s, strict=True):
-            if steps:
-                step = steps[-1]
-                lasts.append((ends[step] + update_s, step))
+        lists = zip(self.lists, self.updates_s, strict=True)
+        lasts = [(ends[steps[-1]] + update_s, steps[-1]) for steps, update_s in lists if steps]
         _, step = max(lasts)
         blocks = list[CourseBlock]()
         last = self.place[step]

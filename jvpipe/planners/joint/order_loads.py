@@ -13,7 +13,6 @@ An order, like a schedule, gives each device a list of tasks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 from jvpipe.ir.kinds import KINDS, Kind
@@ -35,8 +34,7 @@ class Loads:
             recomputed before them.
         send_s: the seconds of sending values to the next stage, and of returning cotangents from
             there; 0 if that stage is on the same device, or if there is no next stage.
-        kept_bytes: what a micro-batch in flight holds.
-        handed_bytes: what a micro-batch holds between the halves I and W of its backward.
+        more_bytes: for each kind of task, what it adds to the bytes that its device holds.
         room_bytes: per device, what micro-batches in flight may hold; infinite without a limit.
             It is exact for orders with `in_flight` micro-batches on each stage; for any other
             order, `rooms_bytes` corrects it.
@@ -53,8 +51,7 @@ class Loads:
     microbatches: int
     seconds: dict[Kind, tuple[float, ...]]
     send_s: tuple[float, ...]
-    kept_bytes: tuple[float, ...]
-    handed_bytes: tuple[float, ...]
+    more_bytes: dict[Kind, tuple[float, ...]]
     room_bytes: tuple[float, ...]
     splits: tuple[bool, ...]
     in_flight: tuple[int, ...]
@@ -73,12 +70,13 @@ class Loads:
         choices = decision.choices
         spans = enumerate(pairwise(decision.bounds))
         stages = [stage_cost(problem, s, i, j, choices) for s, (i, j) in spans]
+        held = [stage.held for stage in stages]
         places = problem.places
         # `comm_s` counts both directions of the link before a stage, so each takes half of it.
-        send_s = []
-        for (place, next_place), following in zip(pairwise(places), stages[1:], strict=True):
-            stays = place == next_place
-            send_s.append(0.0 if stays else following.comm_s / 2)
+        send_s = [0.0] * len(stages)
+        for s, (place, following) in enumerate(pairwise(places)):
+            if place != following:
+                send_s[s] = stages[s + 1].comm_s / 2
         updates_s = list[float]()
         room_bytes = list[float]()
         for d in range(problem.devices):
@@ -88,15 +86,21 @@ class Loads:
         is_limited = problem.memory_limit_bytes is not None
         early = _early(problem, decision.bounds) if is_limited else ()
         seconds = {}
+        more_bytes = {}
         for kind in ORDERED_KINDS:
+            traits = KINDS[kind]
             seconds[kind] = tuple(stage.task_s(kind) for stage in stages)
+            # What a micro-batch in flight holds, and what it holds between I and W.
+            more_bytes[kind] = tuple(
+                float(traits.in_flight * (x.kept + x.swapped) + traits.between * x.handed)
+                for x in held
+            )
         return Loads(
             places=places,
             microbatches=problem.microbatches,
             seconds=seconds,
-            send_s=(*send_s, 0.0),
-            kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),
-            handed_bytes=tuple(float(x.held.handed) for x in stages),
+            send_s=tuple(send_s),
+            more_bytes=more_bytes,
             room_bytes=tuple(room_bytes),
             splits=tuple(x.halves_s[1] > 0 for x in stages),
             in_flight=problem.in_flight,
@@ -119,17 +123,10 @@ class Loads:
         added = (self.more_bytes[kind][s] for s, kind, _ in tasks)
         return max(accumulate(added, initial=0.0))
 
-    @cached_property
-    def more_bytes(self) -> dict[Kind, list[float]]:
-        """The bytes that a task of each kind adds to what its device holds, for each stage."""
-        more: dict[Kind, list[float]] = {}
-        for kind in ORDERED_KINDS:
-            traits = KINDS[kind]
-            more[kind] = []
-            for kept, handed in zip(self.kept_bytes, self.handed_bytes, strict=True):
-                size = traits.in_flight * kept + traits.between * handed
-                more[kind].append(size)
-        return more
+    @property
+    def kept_bytes(self) -> tuple[float, ...]:
+        """What a micro-batch in flight holds on each stage."""
+        return self.more_bytes[Kind.F]
 
     def fits(self, order: TaskLists) -> bool:
         """Tells whether each device has room for what an order has in flight."""
@@ -176,11 +173,8 @@ class Loads:
             first_s.setdefault(place, arrived_s)
             works_s[place] += forward_s + backward_s
             arrived_s += forward_s + self.send_s[s]
-        ends_s = []
-        for d, begin_s in first_s.items():
-            work_s = self.microbatches * works_s[d]
-            ends_s.append(begin_s + work_s + self.updates_s[d])
-        return max(ends_s)
+        M = self.microbatches
+        return max(start_s + M * works_s[d] + self.updates_s[d] for d, start_s in first_s.items())
 
 
 def _room_bytes(limit: int | None, stages: Sequence[StageCost]) -> float:

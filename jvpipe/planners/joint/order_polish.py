@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from jvpipe.ir.task import TaskLists
 from jvpipe.planners.joint.effort import ORDER
-from jvpipe.planners.joint.order_climb import all_moves, put
+from jvpipe.planners.joint.order_climb import all_moves, make
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_refine import CLIMBED
 from jvpipe.planners.joint.ordered_plan import OrderedPlan, simulated_plan
@@ -74,11 +74,10 @@ class _Polish:
         for move in sorted(all_moves(course)):
             if self.left <= 0:
                 return False
-            before = course.lists[move.device]
-            put(course, move, [*before[: move.first], *move.steps, *before[move.end :]])
+            back = make(course, move)
             if self._is_faster(course.order):
                 return True
-            put(course, move, before)
+            make(course, back)
         return False
 
     def _is_faster(self, order: TaskLists) -> bool:

@@ -203,7 +203,7 @@ class Rounds:
             return True
         # If there is no room for the forward, some W have to run first.
         over = device.held_bytes + loads.kept_bytes[s] - self._rooms[s]
-        handed = loads.handed_bytes[s]
+        handed = -loads.more_bytes[Kind.W][s]
         halves = min(device.late, -(-over // handed)) if over > 0 and handed else 0
         ends_s = device.end_s + seconds[Kind.F][s] + halves * seconds[Kind.W][s]
         idle_s = wanted_s - device.end_s
