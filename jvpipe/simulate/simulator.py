@@ -331,20 +331,14 @@ def _stage_curves(
         left_bytes = load.kept_bytes + load.swapped_bytes
         device = changes[work.places[s]]
         match kind:
-            case Kind.F:
-                device.append((start_s, left_bytes))
-            case Kind.B:
-                device.append((end_s, -left_bytes))
-            case Kind.I:
-                device.append((end_s, load.handed_bytes - left_bytes))
-            case Kind.W:
-                device.append((end_s, -load.handed_bytes))
-            case Kind.OUT:
-                device.append((end_s, -load.swapped_bytes))
-                host.append((start_s, load.swapped_bytes))
-            case Kind.IN:
-                device.append((start_s, load.swapped_bytes))
-                host.append((end_s, -load.swapped_bytes))
+            case Kind.F | Kind.B | Kind.I | Kind.W:
+                info = KINDS[kind]
+                size = info.in_flight * left_bytes + info.between * load.handed_bytes
+                device.append((start_s if kind == Kind.F else end_s, size))
+            case Kind.OUT | Kind.IN:
+                filled, freed = (host, device) if kind == Kind.OUT else (device, host)
+                filled.append((start_s, load.swapped_bytes))
+                freed.append((end_s, -load.swapped_bytes))
             case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE | Kind.U:
                 pass  # static_bytes include the bytes that these tasks need while they run
             case _:

@@ -96,7 +96,14 @@ class Course:
         self.loads = loads
         self.M = M
         self.cells = cells
-        self.to, self.source = _ways(M, cells)
+        # The result of a forward goes to the forward of the next stage; on the last stage, it goes to
+        # the backward of the same stage. The result of a backward or a first half goes to the stage
+        # before. A second half waits for its first half, but nothing is sent between the two.
+        forwards = list(range(cells))
+        backwards = list(range(cells, 2 * cells))
+        nowhere = [-1] * M
+        self.to = [*forwards[M:], *backwards[-M:], *nowhere, *backwards[:-M], *[-1] * cells]
+        self.source = [*nowhere, *forwards[:-M], *backwards[M:], *forwards[-M:], *backwards]
         # A whole backward and a first half have the same number, so splitting a backward changes
         # no other number.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
@@ -319,30 +326,3 @@ class Course:
             if self.ends[other] >= arrives - near_s:
                 return other
         return source
-
-
-def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
-    """Lists for each step the step that waits for its result, and the step that makes its input.
-
-    An entry is -1 if there is no such step. The result of a forward goes to the forward of the next
-    stage; on the last stage, it goes to the backward of the same stage. The result of a backward or
-    a first half goes to the backward of the stage before. A second half waits for its first half,
-    but nothing is sent between the two: only the list of inputs has an entry for this pair.
-    """
-    nowhere = [-1] * M
-    backwards = range(cells, 2 * cells)
-    to = [
-        *range(M, cells),
-        *backwards[-M:],
-        *nowhere,
-        *backwards[:-M],
-        *[-1] * cells,
-    ]
-    source = [
-        *nowhere,
-        *range(cells - M),
-        *backwards[M:],
-        *range(cells - M, cells),
-        *backwards,
-    ]
-    return to, source
