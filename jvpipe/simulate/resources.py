@@ -143,10 +143,6 @@ def resource_names(stages: int, devices: int, machines: int) -> tuple[str, ...]:
     # two devices, each has only one neighbor, and no task occupies its other link. The name of the
     # other link has a device 2 or 3, which does not exist, because all names must differ.
     loop = devices if devices > 2 else 4
-    for step in (1, -1):
-        for d in numbers:
-            neighbor = (d + step) % loop
-            names.append(f"{what} {d} to {neighbor}")
-    for k in range(machines):
-        names += [f"network of machine {k}, {way}" for way in WAYS]
+    names += [f"{what} {d} to {(d + step) % loop}" for step in (1, -1) for d in numbers]
+    names += [f"network of machine {k}, {way}" for k in range(machines) for way in WAYS]
     return tuple(names)

@@ -214,9 +214,9 @@ def _numbered(waits: Mapping[int, Codes], M: int) -> list[tuple[int, ...]]:
     ids = {code: i for i, code in enumerate(waits)}
     try:
         return [tuple([ids[need] for need in needs]) for needs in waits.values()]
-    except KeyError:
-        pairs = [(code, need) for code, needs in waits.items() for need in needs]
-        code, need = next(pair for pair in pairs if pair[1] not in ids)
+    except KeyError as error:
+        need = error.args[0]
+        code = next(code for code, needs in waits.items() if need in needs)
         other = f"{_task(need, M)}, which is in no list"
         raise cannot_progress({_task(code, M): [other]}) from None
 

@@ -80,11 +80,8 @@ class Listing:
         self.eager = eager
         stages = len(loads.places)
         self.most = in_flight or [loads.microbatches] * stages
-        self.devices = list[_Device]()
-        for d, cap in enumerate(cap_bytes):
-            on = loads.stages_on(d)
-            unit = sum(loads.kept_bytes[s] for s in on)
-            self.devices.append(_Device(on, cap, unit))
+        each = enumerate(zip(cap_bytes, loads.unit_bytes, strict=True))
+        self.devices = [_Device(loads.stages_on(d), cap, unit) for d, (cap, unit) in each]
         M = loads.microbatches
         self.next = [0] * (2 * stages)  # by hop: the next micro-batch
         # By hop and micro-batch: when the input arrives. Micro-batch M is there so that `next`, once

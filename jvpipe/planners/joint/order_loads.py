@@ -118,6 +118,11 @@ class Loads:
         """Lists the stages of a device, in the order of the forward."""
         return [s for s, place in enumerate(self.places) if place == d]
 
+    @property
+    def unit_bytes(self) -> list[float]:
+        """For each device, what one micro-batch holds if it is in flight on all of its stages."""
+        return [sum(self.kept_bytes[s] for s in self.stages_on(d)) for d in range(self.devices)]
+
     def peak_bytes(self, tasks: Sequence[Task]) -> float:
         """Counts the most bytes that micro-batches hold at once on a device with these tasks."""
         added = (self.more_bytes[kind][s] for s, kind, _ in tasks)

@@ -300,9 +300,7 @@ def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[Ruled
     name = schedule.name
     limited = problem.memory_limit_bytes is not None
     rooms = [] if in_flight else _smaller_rooms(loads)
-    if limited:
-        rooms.append(loads.room_bytes)
-    for room in rooms:
+    for room in [*rooms, loads.room_bytes] if limited else rooms:
         for eager in (False, True):
             listing = Listing(loads, room, eager=eager, in_flight=in_flight)
             if listing.order is not None:
@@ -319,20 +317,15 @@ def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[Ruled
         yield from fitting(plain, order, f"{name}, late by bytes")
 
 
-def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
+def _smaller_rooms(loads: Loads) -> list[list[float]]:
     """Lists, for each of `ORDER.caps`, the room for that many micro-batches times D, the devices.
 
     A room is what micro-batches in flight may hold on each device. A room is left out unless all
     devices really have more.
     """
     D = loads.devices
-    units = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
-    rooms = list[Sequence[float]]()
-    for cap in ORDER.caps:
-        room = [cap * D * unit for unit in units]
-        if all(map(lt, room, loads.room_bytes)):
-            rooms.append(room)
-    return rooms
+    rooms = ([cap * D * unit for unit in loads.unit_bytes] for cap in ORDER.caps)
+    return [room for room in rooms if all(map(lt, room, loads.room_bytes))]
 
 
 def _late(problem: Problem, loads: Loads, d: int) -> int:

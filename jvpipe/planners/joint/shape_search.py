@@ -19,7 +19,7 @@ may be changed.
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from math import gcd, inf
 from operator import attrgetter
@@ -231,49 +231,30 @@ class _ShapeSearch:
             orders = tuple(order[: sum(counts)] for order in orders)
         else:  # slow devices may stay idle
             orders += self.shapes.fastest
-        whole = {r for r in counts if r % unit == 0}
+        whole = sorted({r for r in counts if r % unit == 0})
+        ground = partial(Ground, self.segments, size, cuts=cuts)
         for order in orders:
-            yield Ground(
-                self.segments,
-                size,
-                order,
-                tuple(sorted(whole)),
-                cuts,
-                unit,
-            )
+            yield ground(order=order, counts=tuple(whole), unit=unit)
         if unit > 1 and not pins.replicas:
-            few = orders[0][: len(cuts) - 1]
-            yield Ground(
-                self.segments,
-                size,
-                few,
-                (1,),
-                cuts,
-            )
+            yield ground(order=orders[0][: len(cuts) - 1], counts=(1,))
 
     def counted(self, path: Path) -> RoughPlan | None:
         """Makes the rough plan of a path; None if the path does not fit or breaks a pin."""
-        if path in self.seen:
-            return self.seen[path]
-        shape, bounds = path
-        # The None stays if the path is not allowed or does not fit, so each path is counted once.
-        self.seen[path] = None
-        if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
-            problem = self.problem(shape)
-            counted = self._stages.evaluate(problem, bounds)
-            plan = RoughPlan(shape, problem, *counted)
-            if keeps_limits(problem, plan.evaluation):
-                self.seen[path] = plan
+        if path not in self.seen:
+            shape, bounds = path
+            self.seen[path] = None
+            if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
+                problem = self.problem(shape)
+                counted = self._stages.evaluate(problem, bounds)
+                plan = RoughPlan(shape, problem, *counted)
+                if keeps_limits(problem, plan.evaluation):
+                    self.seen[path] = plan
         return self.seen[path]
 
     def ranked(self, every: Iterable[Path]) -> list[RoughPlan]:
         """Lists the rough plans of these paths that fit, the fastest by estimate first."""
-        plans = dict[Path, RoughPlan]()
-        for path in every:
-            plan = self.counted(path)
-            if plan:
-                plans[path] = plan
-        return sorted(plans.values(), key=attrgetter("estimate_s"))
+        counted = map(self.counted, dict.fromkeys(every))
+        return sorted(filter(None, counted), key=attrgetter("estimate_s"))
 
     def simulate(self, plans: Iterable[RoughPlan]) -> None:
         """Simulates the plans that were not simulated before."""
@@ -318,10 +299,8 @@ class _ShapeSearch:
         cuts = self.segments.cuts.tolist()
         for s in range(1, len(bounds) - 1):
             at = cuts.index(bounds[s])
-            before = bounds[s - 1]
-            after = bounds[s + 1]
             for b in cuts[max(0, at - 2) : at + 3]:
-                if before < b < after:
+                if bounds[s - 1] < b < bounds[s + 1]:
                     yield shape, with_entry(bounds, s, b)
         at = self.shapes.sizes.index(shape.size)
         for size in self.shapes.sizes[max(0, at - 1) : at + 2]:
@@ -342,21 +321,16 @@ class _ShapeSearch:
         for s, (a, b) in enumerate(pairwise(counts)):
             before = counts[:s]
             after = counts[s + 2 :]
-            without_bound = (*bounds[: s + 1], *bounds[s + 2 :])
-            yield (*before, a + b, *after), without_bound
+            yield (*before, a + b, *after), (*bounds[: s + 1], *bounds[s + 2 :])
             if a != b:
                 exchanged = (*before, b, a, *after)
                 yield exchanged, self._balanced(shape.size, exchanged)
         for s, count in enumerate(counts):
-            before = counts[:s]
-            after = counts[s + 1 :]
-            first = bounds[: s + 1]
-            last = bounds[s + 1 :]
             parts = {1, count // 2, count - 1} - {0, count}
-            inside = (b for b in self.segments.coarse.tolist() if first[-1] < b < last[0])
-            for b, part in product(inside, parts):
-                split = (*before, part, count - part, *after)
-                yield split, (*first, b, *last)
+            for b, part in product(self.segments.coarse.tolist(), parts):
+                if bounds[s] < b < bounds[s + 1]:
+                    split = (*counts[:s], part, count - part, *counts[s + 1 :])
+                    yield split, (*bounds[: s + 1], b, *bounds[s + 1 :])
 
     def _placed(
         self,
