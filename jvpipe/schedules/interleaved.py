@@ -85,24 +85,15 @@ class InterleavedLists:
         if split:
             halves += [None] * min(late, len(passes))
             halves += [task._replace(kind=Kind.W) for task in backwards]
-        warm = self._warm(devices - 1 - d, len(rounds[0]))
+        # The first backward belongs to the last chunk, so the whole first round passes all earlier
+        # chunks before it. In the last chunk, micro-batch 0 goes through the later devices and comes
+        # back. While it goes there, this device runs other forwards. With several chunks and whole
+        # backwards, it also runs other forwards while micro-batch 0 comes back.
+        hops = devices - 1 - d
+        warm = last * len(rounds[0]) + hops
+        if self.chunks > 1 and not self.split:
+            warm += hops
         return in_turn(forwards, backwards, warm, halves)
-
-    def _warm(self, hops: int, first_round: int) -> int:
-        """Counts the forwards before a device begins to run forwards and backwards in turn.
-
-        The first backward belongs to the last chunk. So the whole first round passes all earlier
-        chunks before it. In the last chunk, micro-batch 0 goes through the `hops` later devices and
-        comes back. While micro-batch 0 goes there, this device runs other forwards. With several
-        chunks and whole backwards, it also runs other forwards while micro-batch 0 comes back.
-
-        Args:
-            hops: the number of devices after this one.
-            first_round: the number of micro-batches of the first round.
-        """
-        earlier = (self.chunks - 1) * first_round
-        both_ways = self.chunks > 1 and not self.split
-        return earlier + (2 * hops if both_ways else hops)
 
 
 class Interleaved(Schedule):

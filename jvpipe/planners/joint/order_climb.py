@@ -161,8 +161,8 @@ def all_moves(course: Course) -> Iterator[Move]:
     for d, steps in enumerate(course.lists):
         end = len(steps) - 1
         for at in range(len(steps)):
-            yield from _ahead(course, CourseBlock(d, at, min(at + ORDER.farthest, end)))
-            yield from _behind(course, CourseBlock(d, max(0, at - ORDER.farthest), at))
+            yield from _ahead(course, CourseBlock(d, at, end))
+            yield from _behind(course, CourseBlock(d, 0, at))
 
 
 def _neighbors(course: Course, draw: Random) -> Iterator[Move]:

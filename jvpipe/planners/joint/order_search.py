@@ -99,11 +99,10 @@ def find_order(problem: Problem) -> OrderedPlan:
         begin += _from_rival(placements, rival)
     candidates = sorted(begin, key=lambda one: one.step_s)
     worth = [*_worth_simulating(problem, candidates), *rivals]
-    pairs = ((one, simulated_plan(one)) for one in worth)
-    simulated = [(one, answer) for one, answer in pairs if answer is not None]
+    simulated = [(one, plan) for one in worth if (plan := simulated_plan(one))]
     if not simulated:
         raise _nothing_fits(problem, floors)
-    answers = [answer for _, answer in simulated] + list(polished(simulated))
+    answers = [plan for _, plan in simulated] + list(polished(simulated))
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
@@ -146,10 +145,8 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
     best = min(answers, key=lambda one: one.worth_s)
     # Devices that lend time share workers, so their measured seconds are uncertain, and a small
     # gain is doubtful.
-    usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
-    if not usual:
-        return best
-    best_usual = min(usual, key=lambda one: one.worth_s)
+    usual = (one for one in answers if one.family == ONE_F_ONE_B.name)
+    best_usual = min(usual, key=lambda one: one.worth_s, default=best)
     doubtful = best.worth_s > (1 - ORDER.doubt * lent) * best_usual.worth_s
     return best_usual if doubtful else best
 
