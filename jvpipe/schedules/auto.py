@@ -65,9 +65,7 @@ def given_lists(lists: TaskLists) -> Schedule:
     >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
     (2, True, 1)
     """
-    places: dict[int, int] = {}  # by stage: its device
-    for d, tasks in enumerate(lists):
-        places |= {task.stage: d for task in tasks}
+    places = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
     devices, stages = len(lists), 1 + max(places, default=0)
     chunks = max(1, stages // devices)
     # Both ways to place stages are tried; the lines must agree with one of them.

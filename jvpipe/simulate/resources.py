@@ -66,8 +66,7 @@ class Resources:
             case Kind.OUT | Kind.IN:
                 return (self.devices + d,)
             case Kind.SEND:
-                following = (stage + 1) % len(places)
-                return self._between(d, places[following])
+                return self._between(d, places[(stage + 1) % len(places)])
             case Kind.RETURN:
                 return self._between(d, places[stage - 1])
             case Kind.REDUCE:

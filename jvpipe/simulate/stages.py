@@ -194,9 +194,7 @@ def _places(lists: TaskLists) -> tuple[int, ...]:
     A stage in no list gets the device of its own number or, if there is none, the last device.
     """
     last = len(lists) - 1
-    device_of: dict[int, int] = {}
-    for d, tasks in enumerate(lists):
-        device_of |= {task.stage: d for task in tasks}
+    device_of = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
     stages = 1 + max([last, *device_of])
     return tuple(device_of.get(s, min(s, last)) for s in range(stages))
 

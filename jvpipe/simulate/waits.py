@@ -20,6 +20,7 @@ Nothing is swapped for a B that comes directly after its own F.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task
@@ -31,39 +32,38 @@ CodedTask = tuple[int, Codes]
 """The code of a task, and the codes of the tasks that it waits for."""
 
 
+@dataclass
 class _Walk:
     """A walk along the list of a device, which finds what each task waits for.
 
-    It leaves out the wait for the previous task on the device, which `TaskGraph` adds. The
-    arguments are those of `device_waits`.
+    It leaves out the wait for the previous task on the device, which `TaskGraph` adds. The first
+    four attributes are explained at `device_waits`.
+
+    Attributes:
+        tasks: the tasks so far.
+        last: the task before this one on the device.
+        outs: the OUTs so far.
+        begun: what an IN waits for: the tasks that the last B waited for, and the last OUT before
+            this B. When these tasks have ended, the B begins. None before the first B.
     """
 
-    def __init__(
-        self,
-        on: Features,
-        codes: Sequence[Mapping[Kind, int]],
-        crosses: Sequence[bool],
-        halves: Collection[tuple[int, int]],
-    ) -> None:
-        self.tasks: list[CodedTask] = []  # so far
-        self._last: Codes = ()  # the task before this one on the device
-        self._on = on
-        self._codes = codes
-        self._crosses = crosses
-        self._halves = halves
-        self._outs: list[int] = []
-        # What an IN waits for: the tasks that the last B waited for, and the last OUT before this
-        # B. When these tasks have ended, the B begins. None before the first B.
-        self._begun: Codes | None = None
+    on: Features
+    codes: Sequence[Mapping[Kind, int]]
+    crosses: Sequence[bool]
+    halves: Collection[tuple[int, int]]
+    tasks: list[CodedTask] = field(default_factory=list)
+    last: Codes = ()
+    outs: list[int] = field(default_factory=list)
+    begun: Codes | None = None
 
     def run(self, code: int, needs: Codes) -> None:
         """Adds a task of the device itself."""
         self.tasks.append((code, needs))
-        self._last = (code,)
+        self.last = (code,)
 
     def after(self, code: int) -> None:
         """Adds a copy or a sum of what the task before has made."""
-        self.tasks.append((code, self._last))
+        self.tasks.append((code, self.last))
 
     def forward(self, task: Task, following: Task | None) -> None:
         """Adds F with the copies after it.
@@ -73,47 +73,47 @@ class _Walk:
             following: the next task on the device.
         """
         s, _, m = task
-        code = self._codes[s]
+        code = self.codes[s]
         needs: Codes = ()
         if s > 0:
-            source = Kind.SEND if self._crosses[s - 1] else Kind.F
-            needs = (self._codes[s - 1][source] + m,)
+            source = Kind.SEND if self.crosses[s - 1] else Kind.F
+            needs = (self.codes[s - 1][source] + m,)
         # The OUTs of a device run one after another, so when the second-to-last has ended, all
         # before it have ended, too.
-        room = self._outs[-2:-1]
+        room = self.outs[-2:-1]
         self.run(code[Kind.F] + m, (*needs, *room))
-        if self._on.swaps and not _is_own_backward(task, following):
+        if self.on.swaps and not _is_own_backward(task, following):
             out = code[Kind.OUT] + m
-            self._outs.append(out)
+            self.outs.append(out)
             self.after(out)
-        if self._crosses[s]:
+        if self.crosses[s]:
             self.after(code[Kind.SEND] + m)
 
     def backward(self, task: Task) -> None:
         """Adds B or I, between the tasks that make its inputs and the copy of its result."""
         s, kind, m = task
-        code = self._codes[s]
+        code = self.codes[s]
         forward = code[Kind.F] + m
         needs: Codes = (forward,)
-        if self._on.swaps and self._last != needs:
+        if self.on.swaps and self.last != needs:
             # Before its first B, the device has room when all OUTs but the last have ended.
-            room = self._outs[-2:-1] if self._begun is None else self._begun
+            room = self.outs[-2:-1] if self.begun is None else self.begun
             fetch = code[Kind.IN] + m
             self.tasks.append((fetch, (code[Kind.OUT] + m, *room)))
             needs = (forward, fetch)
-        if self._on.recompute:
+        if self.on.recompute:
             again = code[Kind.R] + m
             self.run(again, needs)
             needs = (again,)
-        if s + 1 < len(self._codes):
-            answer = Kind.I if (s + 1, m) in self._halves else Kind.B
-            if self._crosses[s]:
+        if s + 1 < len(self.codes):
+            answer = Kind.I if (s + 1, m) in self.halves else Kind.B
+            if self.crosses[s]:
                 answer = Kind.RETURN
-            needs = (*needs, self._codes[s + 1][answer] + m)
-        last_out = self._outs[-1:]
-        self._begun = (*self._last, *needs, *last_out)
+            needs = (*needs, self.codes[s + 1][answer] + m)
+        last_out = self.outs[-1:]
+        self.begun = (*self.last, *needs, *last_out)
         self.run(code[kind] + m, needs)
-        if self._crosses[s - 1]:
+        if self.crosses[s - 1]:
             self.after(code[Kind.RETURN] + m)
 
 

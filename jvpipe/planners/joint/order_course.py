@@ -221,17 +221,8 @@ class Course:
                 if target in waits:
                     ready.append(waits.pop(target))
             free_s[d] = now
-        self.step_s = self._whole_s(free_s)
-
-    def _whole_s(self, free_s: Sequence[float]) -> float:
-        """Counts the seconds of the whole order; infinite if not all steps have run.
-
-        Args:
-            free_s: for each device, when its last step has ended.
-        """
-        if len(self.ran) < sum(map(len, self.lists)):
-            return float("inf")
-        return max(map(add, free_s, self.updates_s))
+        is_whole = len(ran) == sum(map(len, lists))
+        self.step_s = max(map(add, free_s, self.updates_s)) if is_whole else float("inf")
 
     def follow(self) -> None:
         """Finds `tails` and `answers` from the last `run`.
@@ -240,8 +231,8 @@ class Course:
         what follows from its result: the transfer, and all that waits for it. A tail is the larger
         of the two. An answer is the time for the result alone.
         """
-        tails = [0.0] * (3 * self.cells)
-        answers = [0.0] * (3 * self.cells)
+        self.tails = tails = [0.0] * (3 * self.cells)
+        self.answers = answers = [0.0] * (3 * self.cells)
         seconds = self.seconds
         to = self.to
         send_s = self.send_s
@@ -267,8 +258,6 @@ class Course:
                     later_s[d] = answer
             tails[step] = later_s[d]
             later_s[d] += seconds[step]
-        self.tails = tails
-        self.answers = answers
 
     def path(self, draw: Random) -> list[CourseBlock]:
         """Finds the blocks of a longest path, the last block first.

@@ -130,9 +130,9 @@ class Rounds:
             held_bytes = device.held_bytes
             # Devices are visited from the last to the first, so `ready_s` is when the next device
             # ends its first backward. Until its cotangents arrive, there is time for forwards.
+            before_s = 0.0 if self._rule.late else taking_s
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
-                needed_s = end_s if self._rule.late else end_s + taking_s
-                if needed_s >= arrives_s:
+                if end_s + before_s >= arrives_s:
                     break
                 end_s += taking_s
                 held_bytes += kept

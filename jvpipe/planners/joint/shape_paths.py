@@ -200,13 +200,10 @@ def _longer(
         c = np.where(sends, latency_s + sizes * byte_s, 0.0)
         fitting_s = ground.segments.fitting_s(ground.size, r, e)
         t = ground.here(fitting_s)[:, :, None]
-        shown_s = ground.shown_s[k][:, :, m]
-        sum_s = t + shown_s + (after.sum_s[:, behind] + c)
-        behind_s = np.maximum(after.slowest_s[:, behind], c)
-        slowest_s = np.maximum(t, behind_s)
+        sum_s = t + ground.shown_s[k][:, :, m] + (after.sum_s[:, behind] + c)
+        slowest_s = np.maximum(t, np.maximum(after.slowest_s[:, behind], c))
         # The period must be finite, because `rest` may be 0, and 0 times infinity is not a number.
-        longest_s = np.maximum(slowest_s, floor_s)
-        period_s = np.minimum(longest_s, 1e300)
+        period_s = np.clip(slowest_s, floor_s, 1e300)
         key_s = sum_s + rest * period_s
         cut = key_s.argmin(1)
         at_cut = cut[:, None]

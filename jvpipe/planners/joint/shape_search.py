@@ -366,9 +366,9 @@ def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
         devices: the number of all devices.
     """
     for a, more in enumerate(replicas):
-        if sum(replicas) < devices:
-            yield with_entry(replicas, a, more + 1)
+        larger = with_entry(replicas, a, more + 1)
+        if sum(larger) <= devices:
+            yield larger
         for b, less in enumerate(replicas):
             if a != b and less > 1:
-                given = with_entry(replicas, b, less - 1)
-                yield with_entry(given, a, more + 1)
+                yield with_entry(larger, b, less - 1)
