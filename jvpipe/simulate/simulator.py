@@ -312,13 +312,13 @@ def _stage_curves(
         load = stages[s]
         left_bytes = load.kept_bytes + load.swapped_bytes
         device = changes[work.places[s]]
+        info = KINDS[kind]
         match kind:
             case Kind.F | Kind.B | Kind.I | Kind.W:
-                info = KINDS[kind]
                 size = info.in_flight * left_bytes + info.between * load.handed_bytes
-                device.append((start_s if kind == Kind.F else end_s, size))
+                device.append((start_s if info.in_flight > 0 else end_s, size))
             case Kind.OUT | Kind.IN:
-                filled, freed = (host, device) if kind == Kind.OUT else (device, host)
+                filled, freed = (host, device) if info.link is CopyLink.TO_HOST else (device, host)
                 filled.append((start_s, load.swapped_bytes))
                 freed.append((end_s, -load.swapped_bytes))
             case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE | Kind.U:

@@ -41,11 +41,11 @@ from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
 
-from jvpipe.ir.kinds import KINDS
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.simulate.resources import Resources, resource_names
 from jvpipe.simulate.task_graph import TaskGraph
-from jvpipe.simulate.waits import Codes, device_waits
+from jvpipe.simulate.waits import Codes, Walk
 from jvpipe.simulate.work_parts import PARTS, Features
 
 
@@ -167,11 +167,13 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     halves = {(s, m) for s, kind, m in tasks if KINDS[kind].between > 0}
     stage = len(PARTS) * M  # from a task's code to that of the same task on the next stage
     starts = range(0, len(places) * stage, stage)
-    codes_of = [dict(zip(PARTS, range(at, at + stage, M), strict=True)) for at in starts]
+    codes_of: list[dict[Kind, int]] = [
+        dict(zip(PARTS, range(at, at + stage, M), strict=True)) for at in starts
+    ]
     crosses = [features.sends and here != to for here, to in pairwise((*places, places[-1]))]
     waits: dict[int, Codes] = {}  # by code: the codes that it waits for
     for of_device in lists:
-        for code, needs in device_waits(of_device, features, codes_of, crosses, halves):
+        for code, needs in Walk(features, codes_of, crosses, halves).along(of_device):
             if code in waits:
                 raise ValueError(f"task {_task(code, M)} is twice in its list")
             waits[code] = needs

@@ -33,13 +33,19 @@ CodedTask = tuple[int, Codes]
 
 
 @dataclass
-class _Walk:
+class Walk:
     """A walk along the list of a device, which finds what each task waits for.
 
-    It leaves out the wait for the previous task on the device, which `TaskGraph` adds. The first
-    four attributes are explained at `device_waits`.
+    It leaves out the wait for the previous task on the device, which `TaskGraph` adds. A walk
+    serves for one device.
 
     Attributes:
+        on: the parts that stages need.
+        codes: for each stage, the codes of its tasks for micro-batch 0; that for micro-batch m is
+            larger by m.
+        crosses: for each stage, whether SEND brings its values to the next stage, and RETURN the
+            cotangents back; false for the last stage.
+        halves: pairs of a stage and a micro-batch whose backward is split.
         tasks: the tasks so far.
         last: the task before this one on the device.
         outs: the OUTs so far.
@@ -55,6 +61,39 @@ class _Walk:
     last: Codes = ()
     outs: list[int] = field(default_factory=list)
     begun: Codes | None = None
+
+    def along(self, tasks: Sequence[Task]) -> Sequence[CodedTask]:
+        """Returns a device's tasks in order, with the tasks that are added: copies, R and REDUCE.
+
+        Args:
+            tasks: the list of the device.
+        """
+        tasks = [task for task in tasks if self.on.updates or task.kind != Kind.U]
+        ends: dict[int, Task] = {}  # by stage: its last backward
+        if self.on.reduces:
+            ends = {task.stage: task for task in tasks if KINDS[task.kind].accumulates}
+        for task, following in zip(tasks, [*tasks[1:], None], strict=True):
+            s, kind, m = task
+            code = self.codes[s]
+            match kind:
+                case Kind.F:
+                    self.forward(task, following)
+                case Kind.B | Kind.I:
+                    self.backward(task)
+                case Kind.W:  # it needs nothing from other stages
+                    self.run(code[Kind.W] + m, (code[Kind.I] + m,))
+                case Kind.U:
+                    needs: Codes = ()
+                    if s in ends:
+                        needs = (code[Kind.REDUCE] + ends[s].microbatch,)
+                    self.run(code[Kind.U] + m, needs)
+                case _:
+                    raise ValueError(
+                        f"task {task}: lists at the level of stages hold F, B, I, W and U"
+                    )
+            if ends.get(s) == task:  # the gradients of the stage are complete
+                self.after(code[Kind.REDUCE] + m)
+        return self.tasks
 
     def run(self, code: int, needs: Codes) -> None:
         """Adds a task of the device itself."""
@@ -115,51 +154,6 @@ class _Walk:
         self.run(code[kind] + m, needs)
         if self.crosses[s - 1]:
             self.after(code[Kind.RETURN] + m)
-
-
-def device_waits(
-    tasks: Sequence[Task],
-    on: Features,
-    codes: Sequence[Mapping[Kind, int]],
-    crosses: Sequence[bool],
-    halves: Collection[tuple[int, int]],
-) -> Sequence[CodedTask]:
-    """Returns a device's tasks in order, with the tasks that are added: copies, R and REDUCE.
-
-    Args:
-        tasks: the list of the device.
-        on: the parts that stages need.
-        codes: for each stage, the codes of its tasks for micro-batch 0; that for micro-batch m is
-            larger by m.
-        crosses: for each stage, whether SEND brings its values to the next stage, and RETURN the
-            cotangents back; false for the last stage.
-        halves: pairs of a stage and a micro-batch whose backward is split.
-    """
-    walk = _Walk(on, codes, crosses, halves)
-    tasks = [task for task in tasks if on.updates or task.kind != Kind.U]
-    ends: dict[int, Task] = {}  # by stage: its last backward
-    if on.reduces:
-        ends = {task.stage: task for task in tasks if KINDS[task.kind].accumulates}
-    for task, following in zip(tasks, [*tasks[1:], None], strict=True):
-        s, kind, m = task
-        code = codes[s]
-        match kind:
-            case Kind.F:
-                walk.forward(task, following)
-            case Kind.B | Kind.I:
-                walk.backward(task)
-            case Kind.W:  # it needs nothing from other stages
-                walk.run(code[Kind.W] + m, (code[Kind.I] + m,))
-            case Kind.U:
-                needs: Codes = ()
-                if s in ends:
-                    needs = (code[Kind.REDUCE] + ends[s].microbatch,)
-                walk.run(code[Kind.U] + m, needs)
-            case _:
-                raise ValueError(f"task {task}: lists at the level of stages hold F, B, I, W and U")
-        if ends.get(s) == task:  # the gradients of the stage are complete
-            walk.after(code[Kind.REDUCE] + m)
-    return walk.tasks
 
 
 def _is_own_backward(task: Task, following: Task | None) -> bool:
