@@ -34,8 +34,6 @@ from operator import add
 from random import Random
 from typing import NamedTuple
 
-import numpy as np
-
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.joint.order_loads import Loads
@@ -109,7 +107,7 @@ class Course:
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
 
         def by_step(by_kind: Iterable[Sequence[float]]) -> list[float]:
-            return np.repeat(list(by_kind), M).tolist()
+            return list(chain.from_iterable([number] * M for number in chain(*by_kind)))
 
         # Backwards are whole until `flip` splits them.
         kinds = Kind.F, Kind.B, Kind.W

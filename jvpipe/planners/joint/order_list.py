@@ -112,6 +112,7 @@ class Listing:
         # earliest time at which a task will be ready, as far as known.
         backward = forward = None
         following = NEVER
+        halves_s = self.loads.seconds[Kind.W]
         for s in reversed(device.stages):  # if micro-batches are equal, the last stage is picked
             m = self.next[-1 - s]
             arrives = self.there[-1 - s][m]
@@ -130,15 +131,10 @@ class Listing:
             kind = self._half_or_whole(device, backward[0])
             task = device.late.popleft() if kind is Kind.W else backward
             self._run(now, d, kind, *task)
-        elif device.late and now + self._half_s(device) <= following:  # a W fills the gap
+        elif device.late and now + halves_s[device.late[0][0]] <= following:  # a W fills the gap
             self._run(now, d, Kind.W, *device.late.popleft())
         elif following < NEVER:
             heapq.heappush(self.queue, (following, d))
-
-    def _half_s(self, device: _Device) -> float:
-        """Returns the seconds of the first W that a device has left."""
-        s, _ = device.late[0]
-        return self.loads.seconds[Kind.W][s]
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
         """Picks the task that runs if a backward is ready: its I, if what I hands to W fits.

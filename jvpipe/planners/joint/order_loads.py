@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, stage_cost
+from jvpipe.planners.model.stage_cost import stage_cost
 
 ORDERED_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
@@ -82,7 +82,14 @@ class Loads:
         for d in range(problem.devices):
             here = [x for x, place in zip(stages, places, strict=True) if place == d]
             updates_s.append(sum((x.update_s for x in here), 0.0))
-            room_bytes.append(_room_bytes(problem.limit_of(d), here))
+            limit = problem.limit_of(d)
+            room = float("inf")
+            if limit is not None:
+                # `beyond` is what a stage needs while it works. Stages of a device work one at a
+                # time, so only the largest counts.
+                beyond = max(x.held.beyond for x in here)
+                room = float(limit - sum(x.held.static for x in here) - beyond)
+            room_bytes.append(room)
         is_limited = problem.memory_limit_bytes is not None
         early = _early(problem, decision.bounds) if is_limited else ()
         seconds = {}
@@ -180,17 +187,6 @@ class Loads:
             arrived_s += forward_s + self.send_s[s]
         M = self.microbatches
         return max(start_s + M * works_s[d] + self.updates_s[d] for d, start_s in first_s.items())
-
-
-def _room_bytes(limit: int | None, stages: Sequence[StageCost]) -> float:
-    """Counts what micro-batches in flight may hold on a device: its limit less fixed bytes."""
-    if limit is None:
-        return float("inf")
-    # `beyond` is what a stage needs while it works. Stages of a device work one at a time, so only
-    # the largest counts.
-    beyond = max(stage.held.beyond for stage in stages)
-    static = sum(stage.held.static for stage in stages)
-    return float(limit - static - beyond)
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -38,12 +38,12 @@ def polished(simulated: Sequence[tuple[RuledPlan, OrderedPlan]]) -> Iterator[Ord
         simulated: candidates, whose orders the search begins with, and their simulated plans.
     """
     least_s = min((plan.worth_s for _, plan in simulated), default=0.0)
-    near = [pair for pair in simulated if pair[1].worth_s <= ORDER.near_polish * least_s]
     inexact = list[tuple[RuledPlan, OrderedPlan]]()
-    for one, plan in near:
-        counted_s = Course(one.loads, one.order).step_s
-        if abs(plan.step_s - counted_s) > ROUNDING * plan.step_s:
-            inexact.append((one, plan))
+    for one, plan in simulated:
+        if plan.worth_s <= ORDER.near_polish * least_s:
+            counted_s = Course(one.loads, one.order).step_s
+            if abs(plan.step_s - counted_s) > ROUNDING * plan.step_s:
+                inexact.append((one, plan))
     inexact.sort(key=lambda pair: pair[1].worth_s)
     for one, plan in inexact[: ORDER.polished]:
         yield _polished(one, plan)

@@ -64,8 +64,8 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
 """The rules of each placement. The first must split backwards, as searched orders do."""
-Placement = tuple[tuple[Schedule, ...], DeviceFates]
-"""The rules of a placement, and the search that chooses fates for its devices."""
+Placement = tuple[list[Problem], DeviceFates]
+"""The problem under each rule of a placement, and the search that chooses fates for its devices."""
 
 
 def find_order(problem: Problem) -> OrderedPlan:
@@ -85,9 +85,7 @@ def find_order(problem: Problem) -> OrderedPlan:
     (49.0, 49.0)
     """
     problem, whole = _worth_splitting(problem)
-    placements = [
-        (rules, DeviceFates.of(under(problem, rules[0]))) for rules in _placements(problem)
-    ]
+    placements = [(placed, DeviceFates.of(placed[0])) for placed in _placements(problem)]
     begin = _candidates(problem, placements)
     rivals = list(_own_rivals(problem))
     if _eager_may_win(problem, begin):
@@ -178,8 +176,7 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Ruled
     """
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()
-    for rules, fates in placements:
-        placed = [under(problem, rule) for rule in rules]
+    for placed, fates in placements:
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
         for bounds in all_cuts(placed[0], cuts) if few else first_cuts(placed[0]):
             below_s = float("inf")
@@ -268,17 +265,16 @@ def _between(moment: Holding) -> Iterator[Holding]:
         yield with_entry(moment, c, (k - 1, 1))
 
 
-def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
-    """Yields the rules of each placement for which the problem has enough layers and devices."""
+def _placements(problem: Problem) -> Iterator[list[Problem]]:
+    """Yields the problem under the rules of each placement, if it has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
     # One device gains nothing by chunks, and layers that carry model state must share a stage.
     together = problem.devices == 1 or bool(problem.costs.carried)
     for rules in PLACEMENTS:
-        rule = rules[0]
-        is_chunked = rule.chunks > 1
-        has_layers = rule.stages_on(problem.devices) <= most_stages
-        if has_layers and not (together and is_chunked):
-            yield rules
+        placed = [under(problem, rule) for rule in rules]
+        is_chunked = rules[0].chunks > 1
+        if placed[0].stages <= most_stages and not (together and is_chunked):
+            yield placed
 
 
 def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[RuledPlan]:
@@ -391,7 +387,7 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
     first placement is tried then.
     """
     few = len(problem.costs.layers) <= RULE.few_layers
-    rules = [rules[0] for rules in _placements(problem)]
+    rules = [placed[0].schedule for placed in _placements(problem)]
     return order_floors(problem, rules if few else rules[:1])
 
 
@@ -413,15 +409,15 @@ def _from_rival(
     problem = rival.problem
     decision = rival.decision
     schedule = problem.schedule
-    for rules, fates in placements:
-        rule = rules[0]
+    for placed, fates in placements:
+        rule = placed[0].schedule
         if (rule.chunks, rule.vee) != (schedule.chunks, schedule.vee):
             continue
         stages = evaluate_decision(problem, decision).stages
         swaps = any(stage.held.swapped for stage in stages)
         plain = fates.fastest(problem, decision.bounds) if swaps else decision
         if plain is not None:
-            yield from _listed(RuledPlan.of(under(problem, rule), plain, fates))
+            yield from _listed(RuledPlan.of(placed[0], plain, fates))
 
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:

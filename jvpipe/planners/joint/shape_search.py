@@ -19,7 +19,7 @@ may be changed.
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, pairwise, product
 from math import gcd, inf
 from operator import attrgetter
@@ -36,7 +36,6 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import with_entry
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
-from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -180,7 +179,9 @@ class _ShapeSearch:
         *,
         hasty: bool = False,
     ) -> Iterator[Path]:
-        """Yields paths along the orders of devices.
+        """Yields paths along the orders of devices, which are divided into equal units.
+
+        The devices of a unit are placed together.
 
         Args:
             size: examples of a micro-batch.
@@ -194,31 +195,6 @@ class _ShapeSearch:
             cuts = self.segments.few(cuts, SHAPE.glance_cuts)
             units = SHAPE.glance_units
             stages = SHAPE.glance_stages
-        for ground in self._grounds(size, cuts, units):
-            most_stages = min(
-                ground.places - 1,
-                len(cuts) - 1,
-                self.shapes.pins.count or stages,
-            )
-            yield from paths(ground, most_stages, floor_s)
-
-    def _grounds(
-        self,
-        size: int,
-        cuts: Cuts,
-        units: int,
-    ) -> Iterator[Ground]:
-        """Yields a ground (`Ground`) for each order of devices, divided into equal units.
-
-        The devices of a unit are placed together. If a unit has several devices, there is one more
-        ground, for stages of one device each.
-
-        Args:
-            size: examples of a micro-batch.
-            cuts: where stages may begin or end.
-            units: the most units into which the devices are divided, unless the user has fixed the
-                number of stages.
-        """
         orders = self.shapes.orders
         pins = self.shapes.pins
         counts = self.segments.counts(size)
@@ -231,12 +207,14 @@ class _ShapeSearch:
             orders = tuple(order[: sum(counts)] for order in orders)
         else:  # slow devices may stay idle
             orders += self.shapes.fastest
-        whole = sorted({r for r in counts if r % unit == 0})
-        ground = partial(Ground, self.segments, size, cuts=cuts)
-        for order in orders:
-            yield ground(order=order, counts=tuple(whole), unit=unit)
-        if unit > 1 and not pins.replicas:
-            yield ground(order=orders[0][: len(cuts) - 1], counts=(1,))
+        whole = tuple(sorted({r for r in counts if r % unit == 0}))
+        grounds = [Ground(self.segments, size, order, whole, cuts, unit) for order in orders]
+        if unit > 1 and not pins.replicas:  # one more, for stages of one device each
+            few = orders[0][: len(cuts) - 1]
+            grounds.append(Ground(self.segments, size, few, (1,), cuts))
+        for ground in grounds:
+            most_stages = min(ground.places - 1, len(cuts) - 1, pins.count or stages)
+            yield from paths(ground, most_stages, floor_s)
 
     def counted(self, path: Path) -> RoughPlan | None:
         """Makes the rough plan of a path; None if the path does not fit or breaks a pin."""
