@@ -103,7 +103,7 @@ def _least_busy_first(
     def busiest_s(bounds: Sequence[int]) -> float:
         works_s = [0.0] * problem.devices
         for s, (i, j) in enumerate(pairwise(bounds)):
-            works_s[places[s]] += float(layers_s[s][i:j].sum())
+            works_s[places[s]] += layers_s[s][i:j].sum()
         return max(works_s)
 
     return sorted(every, key=busiest_s)

@@ -49,15 +49,15 @@ class Loads:
 
     places: tuple[int, ...]
     microbatches: int
-    seconds: dict[Kind, tuple[float, ...]]
-    send_s: tuple[float, ...]
-    more_bytes: dict[Kind, tuple[float, ...]]
-    room_bytes: tuple[float, ...]
-    splits: tuple[bool, ...]
+    seconds: dict[Kind, list[float]]
+    send_s: list[float]
+    more_bytes: dict[Kind, list[float]]
+    room_bytes: list[float]
+    splits: list[bool]
     in_flight: tuple[int, ...]
-    early: tuple[tuple[int, int, int], ...]
-    early_s: tuple[float, ...]
-    updates_s: tuple[float, ...]
+    early: Sequence[tuple[int, int, int]]
+    early_s: list[float]
+    updates_s: list[float]
 
     @staticmethod
     def of(problem: Problem, decision: Decision) -> "Loads":
@@ -91,29 +91,29 @@ class Loads:
                 room = float(limit - sum(x.held.static for x in here) - beyond)
             room_bytes.append(room)
         is_limited = problem.memory_limit_bytes is not None
-        early = _early(problem, decision.bounds) if is_limited else ()
+        early = list(_early(problem, decision.bounds)) if is_limited else []
         seconds = {}
         more_bytes = {}
         for kind in ORDERED_KINDS:
             traits = KINDS[kind]
-            seconds[kind] = tuple(stage.task_s(kind) for stage in stages)
+            seconds[kind] = [stage.task_s(kind) for stage in stages]
             # What a micro-batch in flight holds, and what it holds between I and W.
-            more_bytes[kind] = tuple(
+            more_bytes[kind] = [
                 float(traits.in_flight * (x.kept + x.swapped) + traits.between * x.handed)
                 for x in held
-            )
+            ]
         return Loads(
             places=places,
             microbatches=problem.microbatches,
             seconds=seconds,
-            send_s=tuple(send_s),
+            send_s=send_s,
             more_bytes=more_bytes,
-            room_bytes=tuple(room_bytes),
-            splits=tuple(x.halves_s[1] > 0 for x in stages),
+            room_bytes=room_bytes,
+            splits=[x.halves_s[1] > 0 for x in stages],
             in_flight=problem.in_flight,
-            early=tuple(early),
-            early_s=tuple(x.early_s for x in stages),
-            updates_s=tuple(updates_s),
+            early=early,
+            early_s=[x.early_s for x in stages],
+            updates_s=updates_s,
         )
 
     @property
@@ -136,7 +136,7 @@ class Loads:
         return max(accumulate(added, initial=0.0))
 
     @property
-    def kept_bytes(self) -> tuple[float, ...]:
+    def kept_bytes(self) -> list[float]:
         """What a micro-batch in flight holds on each stage."""
         return self.more_bytes[Kind.F]
 

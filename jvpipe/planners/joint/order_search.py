@@ -269,7 +269,7 @@ def _placements(problem: Problem) -> Iterator[list[Problem]]:
     """Yields the problem under the rules of each placement, if it has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
     # One device gains nothing by chunks, and layers that carry model state must share a stage.
-    together = problem.devices == 1 or bool(problem.costs.carried)
+    together = problem.devices == 1 or problem.costs.carried
     for rules in PLACEMENTS:
         placed = [under(problem, rule) for rule in rules]
         is_chunked = rules[0].chunks > 1
