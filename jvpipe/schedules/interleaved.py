@@ -31,7 +31,7 @@ import numpy as np
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import MOST_LAYERS
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.schedules.one_f_one_b import in_turn
+from jvpipe.schedules.one_f_one_b import device_list
 from jvpipe.schedules.schedule import Schedule, at_least, check_count, numbers_of
 from jvpipe.util.given import checked_flag
 
@@ -93,7 +93,7 @@ class InterleavedLists:
         warm = last * len(rounds[0]) + hops
         if self.chunks > 1 and not self.split:
             warm += hops
-        return in_turn(forwards, backwards, warm, halves)
+        return device_list(forwards, backwards, warm, halves)
 
 
 class Interleaved(Schedule):

@@ -46,11 +46,11 @@ def limited(limits: Sequence[int], microbatches: int) -> TaskLists:
     for s, limit in enumerate(limits):
         forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
         backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
-        lists.append(in_turn(forwards, backwards, limit - 1))
+        lists.append(device_list(forwards, backwards, limit - 1))
     return tuple(lists)
 
 
-def in_turn(
+def device_list(
     forwards: Sequence[Task],
     backwards: Sequence[Task],
     warm: int,
@@ -120,7 +120,7 @@ class OneFOneB(Schedule):
         name = "1f1b-eager" if eager else "1f1b"
         if most is not None:
             name = "-".join(["1f1b-most", *map(str, most)])
-        lists = one_f_one_b if name == "1f1b" else EagerLists(most)
+        lists = EagerLists(most) if eager or most is not None else one_f_one_b
         super().__init__(name=name, lists=lists)
 
 

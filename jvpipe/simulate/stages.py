@@ -45,7 +45,7 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.simulate.resources import Resources, resource_names
 from jvpipe.simulate.task_graph import TaskGraph
-from jvpipe.simulate.waits import Codes, Walk
+from jvpipe.simulate.waits import Codes, DeviceWalk
 from jvpipe.simulate.work_parts import PARTS, Features
 
 
@@ -173,7 +173,7 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     crosses = [features.sends and here != to for here, to in pairwise((*places, places[-1]))]
     waits: dict[int, Codes] = {}  # by code: the codes that it waits for
     for of_device in lists:
-        for code, needs in Walk(features, codes_of, crosses, halves).along(of_device):
+        for code, needs in DeviceWalk(features, codes_of, crosses, halves).along(of_device):
             if code in waits:
                 raise ValueError(f"task {_task(code, M)} is twice in its list")
             waits[code] = needs

@@ -33,7 +33,7 @@ CodedTask = tuple[int, Codes]
 
 
 @dataclass
-class Walk:
+class DeviceWalk:
     """A walk along the list of a device, which finds what each task waits for.
 
     It leaves out the wait for the previous task on the device, which `TaskGraph` adds. A walk

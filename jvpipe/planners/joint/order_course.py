@@ -174,8 +174,8 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        # Nothing is sent to the first stage. The last `cells` entries are never read. They are there
-        # so that the line marked (*) needs no test for second halves.
+        # Nothing is sent to the first stage. The last `cells` entries are never read: with them, the
+        # line marked (*) needs no test for second halves.
         self.there = there = [0.0] * self.M + [NOT_YET] * (4 * cells - self.M)
         self.starts = starts = [0.0] * (3 * cells)
         self.ends = ends = [0.0] * (3 * cells)
@@ -209,8 +209,7 @@ class Course:
                     continue
                 arrives = now
                 if takes_s := send_s[step]:
-                    # A link carries its transfers in the order of the sender's list, which this
-                    # loop follows.
+                    # A link carries its transfers in the order of the sender's list.
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives

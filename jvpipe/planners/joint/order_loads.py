@@ -70,7 +70,7 @@ class Loads:
         choices = decision.choices
         spans = enumerate(pairwise(decision.bounds))
         stages = [stage_cost(problem, s, i, j, choices) for s, (i, j) in spans]
-        held = [stage.held for stage in stages]
+        sizes = [stage.held for stage in stages]
         places = problem.places
         # `comm_s` counts both directions of the link before a stage, so each takes half of it.
         send_s = [0.0] * len(stages)
@@ -100,7 +100,7 @@ class Loads:
             # What a micro-batch in flight holds, and what it holds between I and W.
             more_bytes[kind] = [
                 float(traits.in_flight * (x.kept + x.swapped) + traits.between * x.handed)
-                for x in held
+                for x in sizes
             ]
         return Loads(
             places=places,

@@ -271,10 +271,9 @@ def _placements(problem: Problem) -> Iterator[list[Problem]]:
     # One device gains nothing by chunks, and layers that carry model state must share a stage.
     together = problem.devices == 1 or problem.costs.carried
     for rules in PLACEMENTS:
-        placed = [under(problem, rule) for rule in rules]
-        is_chunked = rules[0].chunks > 1
-        if placed[0].stages <= most_stages and not (together and is_chunked):
-            yield placed
+        has_layers = rules[0].stages_on(problem.devices) <= most_stages
+        if has_layers and not (together and rules[0].chunks > 1):
+            yield [under(problem, rule) for rule in rules]
 
 
 def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[RuledPlan]:
