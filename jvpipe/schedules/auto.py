@@ -42,8 +42,7 @@ class GivenLists:
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Returns the lists; raises ValueError if they are for other devices or micro-batches."""
-        last = max([task.microbatch for task in chain(*self.lists)], default=0)
-        count = last + 1
+        count = 1 + max([task.microbatch for task in chain(*self.lists)], default=0)
         if (len(self.lists), count) != (devices, microbatches):
             raise ValueError(
                 f"the plan's lists are for {len(self.lists)} devices and {count} micro-batches, "
@@ -66,9 +65,7 @@ def given_lists(lists: TaskLists) -> Schedule:
     >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
     (2, True, 1)
     """
-    places: dict[int, int] = {}  # by stage: its device
-    for d, tasks in enumerate(lists):
-        places |= {task.stage: d for task in tasks}
+    places = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
     devices, stages = len(lists), 1 + max(places, default=0)
     chunks = max(1, stages // devices)
     # Both ways to place stages are tried; the lines must agree with one of them.

@@ -12,8 +12,8 @@ are summed in the same order as under every other schedule. On every stage all M
 in flight at once, which means that their forward has run and their backward has not.
 """
 
-from jvpipe.ir.kinds import Kind
-from jvpipe.ir.task import Task, TaskLists
+from jvpipe.ir.task import TaskLists
+from jvpipe.schedules.one_f_one_b import limited
 from jvpipe.schedules.schedule import Schedule
 
 
@@ -24,13 +24,7 @@ def gpipe(stages: int, microbatches: int) -> TaskLists:
     >>> text(gpipe(2, 2)[1])
     '1F0 1F1 1B0 1B1'
     """
-    batch = range(microbatches)
-    lists = []
-    for s in range(stages):
-        forwards = [Task(s, Kind.F, m) for m in batch]
-        backwards = [Task(s, Kind.B, m) for m in batch]
-        lists.append((*forwards, *backwards))
-    return tuple(lists)
+    return limited([microbatches] * stages, microbatches)
 
 
 GPIPE = Schedule(name="gpipe", lists=gpipe)

@@ -7,7 +7,7 @@ the sums of gradients, and may run later.
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 
 
@@ -29,15 +29,16 @@ def merged(lists: TaskLists) -> TaskLists:
 
 def _merged(tasks: Sequence[Task]) -> Iterator[Task]:
     """Yields the tasks of a device, with halves joined."""
-    whole: set[int] = set()  # the micro-batches whose halves are joined
-    for task, following in pairwise(tasks):
-        m = task.microbatch
-        if task == (0, Kind.I, m) and following == (0, Kind.W, m):
-            whole.add(m)
+    # The micro-batches whose halves are joined.
+    whole = {
+        task.microbatch
+        for task, following in pairwise(tasks)
+        if task[:2] == (0, Kind.I) and following == task._replace(kind=Kind.W)
+    }
     for task in tasks:
         # In a joined pair I becomes the whole backward, and W is left out.
-        is_half = task.stage == 0 and KINDS[task.kind].between != 0
-        if not is_half or task.microbatch not in whole:
-            yield task
-        elif task.kind == Kind.I:
+        is_joined = task.stage == 0 and task.microbatch in whole
+        if is_joined and task.kind == Kind.I:
             yield task._replace(kind=Kind.B)
+        elif not (is_joined and task.kind == Kind.W):
+            yield task

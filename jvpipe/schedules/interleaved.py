@@ -24,12 +24,15 @@ order of micro-batches, as under every other schedule.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import product
+
+import numpy as np
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import MOST_LAYERS
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.schedules.schedule import Schedule, at_least, numbers_of
+from jvpipe.schedules.one_f_one_b import device_list
+from jvpipe.schedules.schedule import Schedule, at_least, check_count, numbers_of
 from jvpipe.util.given import checked_flag
 
 
@@ -48,12 +51,9 @@ class InterleavedLists:
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Makes a list per device."""
-        if self.late is not None and len(self.late) != devices:
-            raise ValueError(
-                f"late={self.late} has {len(self.late)} numbers, but there are {devices} devices: "
-                "give one number for each device"
-            )
-        late = range(devices) if self.late is None else self.late
+        if self.late is not None:
+            check_count("late", self.late, devices)
+        late = self.late or range(devices)
         lists = [self._device(d, devices, microbatches, late[d]) for d in range(devices)]
         return tuple(lists)
 
@@ -72,56 +72,28 @@ class InterleavedLists:
             microbatches: the number of micro-batches.
             late: if backwards are split, how many later first halves run before a second half.
         """
-        rounds = _rounds(devices, microbatches)
-        chunks = range(self.chunks)
-        forwards: list[tuple[int, int]] = []  # chunks and micro-batches, in order
-        backwards: list[tuple[int, int]] = []
-        for batch in rounds:
-            forwards += product(chunks, batch)
-            backwards += product(reversed(chunks), batch)
-        warm = self._warm(devices - 1 - d, len(rounds[0]))
-        warm = min(warm, len(forwards))
+        count = max(1, microbatches // devices)
+        rounds = [part.tolist() for part in np.array_split(range(microbatches), count)]
+        passes = [(c, m) for batch in rounds for c, m in product(range(self.chunks), batch)]
         # If a user gives 0 for a device in `late`, the device runs whole backwards.
         split = self.split and (late > 0 or self.late is None)
-        work = [(Kind.F, one) for one in forwards[:warm]]
-        following = iter(forwards[warm:])
-        for i, one in enumerate(backwards):
-            forward = next(following, None)
-            if forward is not None:
-                work.append((Kind.F, forward))
-            work.append((Kind.I if split else Kind.B, one))
-            if split and i >= late:  # the second half of an earlier backward
-                work.append((Kind.W, backwards[i - late]))
-        if split:  # the remaining second halves fill the drain
-            first = max(0, len(backwards) - late)
-            work += [(Kind.W, one) for one in backwards[first:]]
-        tasks = [Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work]
-        return tuple(tasks)
-
-    def _warm(self, hops: int, first_round: int) -> int:
-        """Counts the forwards before a device begins to run forwards and backwards in turn.
-
-        The first backward belongs to the last chunk. So the whole first round passes all earlier
-        chunks before it. In the last chunk, micro-batch 0 goes through the `hops` later devices and
-        comes back. While micro-batch 0 goes there, this device runs other forwards. With several
-        chunks and whole backwards, it also runs other forwards while micro-batch 0 comes back.
-
-        Args:
-            hops: the number of devices after this one.
-            first_round: the number of micro-batches of the first round.
-        """
-        earlier = (self.chunks - 1) * first_round
-        both_ways = self.chunks > 1 and not self.split
-        return earlier + (2 * hops if both_ways else hops)
-
-
-def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Divides micro-batches into as many rounds as possible, with one or more per device."""
-    count = max(1, microbatches // devices)
-    size, larger = divmod(microbatches, count)
-    sizes = [size + (i < larger) for i in range(count)]
-    bounds = accumulate(sizes, initial=0)
-    return [range(start, end) for start, end in pairwise(bounds)]
+        kind = Kind.I if split else Kind.B
+        last = self.chunks - 1  # backwards pass the chunks from the last to the first
+        forwards = [Task(c * devices + d, Kind.F, m) for c, m in passes]
+        backwards = [Task((last - c) * devices + d, kind, m) for c, m in passes]
+        halves: list[Task | None] = []
+        if split:
+            halves += [None] * min(late, len(passes))
+            halves += [task._replace(kind=Kind.W) for task in backwards]
+        # The first backward belongs to the last chunk, so the whole first round passes all earlier
+        # chunks before it. In the last chunk, micro-batch 0 goes through the later devices and comes
+        # back. While it goes there, this device runs other forwards. With several chunks and whole
+        # backwards, it also runs other forwards while micro-batch 0 comes back.
+        hops = devices - 1 - d
+        warm = last * len(rounds[0]) + hops
+        if self.chunks > 1 and not self.split:
+            warm += hops
+        return device_list(forwards, backwards, warm, halves)
 
 
 class Interleaved(Schedule):
@@ -147,16 +119,16 @@ class Interleaved(Schedule):
         at_least(1, chunks=chunks)
         if chunks > MOST_LAYERS:
             raise ValueError(f"chunks={chunks} is more than any model has layers: use 2 or 4")
-        late = None if late is None else numbers_of("late", late)
+        late = numbers_of("late", late)
         if late is not None and not split:
             raise ValueError(f"late={late} delays second halves of backwards: add split=True")
-        words = ["zb-h1"]  # the name of one chunk with split backwards
-        if not split or chunks > 1:
-            words = ["interleaved"]
-            if chunks != 2:
-                words.append(str(chunks))
-            if split:
-                words.append("split")
+        words = ["interleaved"]
+        if chunks != 2:
+            words.append(str(chunks))
+        if split:
+            words.append("split")
+        if split and chunks == 1:
+            words = ["zb-h1"]
         if late is not None:
             words += ["late", *map(str, late)]
         lists = InterleavedLists(chunks, split, late)

@@ -22,11 +22,11 @@ takes the maximum, over stages a <= b, of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.schedules.schedule import Schedule, numbers_of
+from jvpipe.schedules.schedule import Schedule, check_count, numbers_of
 from jvpipe.util.given import checked_flag
 
 
@@ -37,25 +37,36 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
     >>> text(one_f_one_b(2, 3)[0])
     '0F0 0F1 0B0 0F2 0B1 0B2'
     """
-    limits = [min(stages - s, microbatches) for s in range(stages)]
-    return tuple(_stage(s, warm, microbatches) for s, warm in enumerate(limits))
+    return limited(range(stages, 0, -1), microbatches)
 
 
-def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
-    """Makes a stage's list: `warm` forwards, then B and F in turn, then the remaining backwards.
+def limited(limits: Sequence[int], microbatches: int) -> TaskLists:
+    """Makes the lists of stages with at most `limits[s]` micro-batches in flight on stage s."""
+    lists = []
+    for s, limit in enumerate(limits):
+        forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
+        backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
+        lists.append(device_list(forwards, backwards, limit - 1))
+    return tuple(lists)
+
+
+def device_list(
+    forwards: Sequence[Task],
+    backwards: Sequence[Task],
+    warm: int,
+    halves: Sequence[Task | None] = (),
+) -> tuple[Task, ...]:
+    """Makes a device's list: `warm` forwards, then the kinds in turn, until all tasks have run.
 
     Args:
-        s: the stage.
-        warm: the number of forwards before the first backward.
-        microbatches: the number of micro-batches.
+        forwards: the forwards of the device, in order.
+        backwards: its backwards, whole or first halves.
+        warm: the number of forwards before the first turn.
+        halves: its second halves, with None for each turn in which none runs yet.
     """
-    forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
-    backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
-    # A forward follows each backward, except for the last `warm` backwards.
-    pairs = zip(backwards, forwards[warm:], strict=False)
-    steady = chain(*pairs)
-    rest = backwards[microbatches - warm :]
-    return (*forwards[:warm], *steady, *rest)
+    turns = zip_longest(forwards[warm:], backwards, halves)
+    tasks = chain(forwards[:warm], *turns)
+    return tuple(task for task in tasks if task)
 
 
 @dataclass(frozen=True)
@@ -74,16 +85,10 @@ class EagerLists:
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Makes a list per device."""
-        limits = self.most
-        if limits is None:
-            limits = [2 * (devices - d) - 1 for d in range(devices)]
-        if len(limits) != devices:
-            raise ValueError(
-                f"most={limits} has {len(limits)} numbers, but there are {devices} devices: "
-                "give one number for each device"
-            )
-        warm = [min(limit, microbatches) for limit in limits]
-        return tuple(_stage(d, count, microbatches) for d, count in enumerate(warm))
+        if self.most is None:
+            return limited(range(2 * devices - 1, 0, -2), microbatches)
+        check_count("most", self.most, devices)
+        return limited(self.most, microbatches)
 
 
 class OneFOneB(Schedule):
@@ -99,26 +104,24 @@ class OneFOneB(Schedule):
 
     def __init__(self, *, eager: bool = False, most: Sequence[int] | None = None) -> None:
         checked_flag("eager", eager)
-        most = None if most is None else numbers_of("most", most)
+        most = numbers_of("most", most)
         if eager and most is not None:
             raise ValueError(
                 "eager=True chooses 2 (S - d) - 1 micro-batches in flight for device d, and "
                 f"most={list(most)} chooses other numbers: give only one of the two"
             )
         # If a device has fewer micro-batches in flight than the next device, the next device waits.
-        rises = most is not None and any(a < b for a, b in pairwise(most))
-        if most is not None and (rises or min(most, default=0) < 1):
+        # The 1 at the end stands for the least that the last device may have.
+        if most is not None and (not most or any(a < b for a, b in pairwise((*most, 1)))):
             raise ValueError(
                 f"most={list(most)} must not rise from one device to the next, which would then "
                 "wait, and every number must be at least 1"
             )
-        words = ["1f1b"]
-        if eager:
-            words.append("eager")
+        name = "1f1b-eager" if eager else "1f1b"
         if most is not None:
-            words += ["most", *map(str, most)]
-        lists = EagerLists(most) if len(words) > 1 else one_f_one_b
-        super().__init__(name="-".join(words), lists=lists)
+            name = "-".join(["1f1b-most", *map(str, most)])
+        lists = EagerLists(most) if eager or most is not None else one_f_one_b
+        super().__init__(name=name, lists=lists)
 
 
 ONE_F_ONE_B = Schedule(name="1f1b", lists=one_f_one_b)

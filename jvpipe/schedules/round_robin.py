@@ -39,12 +39,12 @@ class RoundRobin:
     def in_flight(self) -> tuple[int, ...]:
         """The most micro-batches in flight on each stage."""
         counts: list[int] = []  # from the last stage to the first
+        following = 0
         for devices in reversed(self.replicas):
             # With replicas (3, 2): 2 on the last stage, and 2 + 3 = 5 on the stage before it, which
             # is rounded up to 6, two for each of its three devices.
-            following = counts[-1] if counts else 0
-            rounds = -(-(following + devices) // devices)
-            counts.append(rounds * devices)
+            following = devices * math.ceil((following + devices) / devices)
+            counts.append(following)
         return tuple(reversed(counts))
 
     def __call__(self, stages: int, microbatches: int) -> TaskLists:

@@ -25,6 +25,7 @@ from jvpipe.util.brief import brief
 from jvpipe.util.given import is_whole, whole_numbers
 
 _log = logging.getLogger("jvpipe")
+_cached = lru_cache(maxsize=256)  # planners ask for the counts of a schedule very often
 
 Rule = Literal["newest", "first stage", "one behind"]
 """The version that a forward reads.
@@ -111,6 +112,7 @@ class Schedule:
         """
         return merged(self.lists(devices, microbatches))
 
+    @_cached
     def held(self, devices: int, microbatches: int) -> tuple[tuple["Holding", ...], ...]:
         """Finds, for each device, the largest sets of micro-batches that it holds at once.
 
@@ -129,8 +131,16 @@ class Schedule:
         >>> find_schedule("interleaved").held(2, 4)[1]  # three of the first chunk, or two and one of the second
         (((2, 0), (1, 0)), ((3, 0), (0, 0)))
         """
-        return _held(self, devices, microbatches)
+        count = microbatches
+        if not self.synchronous:
+            # After this many micro-batches, the pipeline of a stream is full and holds no more later.
+            # For stages whose devices take turns, the lists give the number (`RoundRobin.in_flight`).
+            in_flight = getattr(self.lists, "in_flight", ())
+            count = max(microbatches, 2 * devices, *in_flight)
+        lists = self.tasks(devices, count)
+        return tuple(_largest_holdings(tasks, self.chunks, devices) for tasks in lists)
 
+    @_cached
     def in_flight(self, devices: int, microbatches: int) -> tuple[int, ...]:
         """Counts, for each stage, the most micro-batches between their forward and backward.
 
@@ -138,12 +148,21 @@ class Schedule:
         >>> find_schedule("1f1b").in_flight(3, 8), find_schedule("gpipe").in_flight(3, 8)
         ((3, 2, 1), (8, 8, 8))
         """
-        return _in_flight(self, devices, microbatches)
+        holdings = self.held(devices, microbatches)
+        counts = []
+        for stage in range(self.stages_on(devices)):
+            vectors = holdings[self.device_of(stage, devices)]
+            chunk = stage // devices
+            counts.append(max(vector[chunk][0] for vector in vectors))
+        return tuple(counts)
 
+    @_cached
     def splits(self, devices: int, microbatches: int) -> bool:
         """Tells whether some backwards run in two halves."""
-        return _splits(self, devices, microbatches)
+        vectors = chain.from_iterable(self.held(devices, microbatches))
+        return any(between for vector in vectors for _, between in vector)
 
+    @_cached
     def phases(self, devices: int, microbatches: int) -> int:
         """Counts the phases of a step; within a phase, a single slowest stage sets the pace.
 
@@ -155,7 +174,13 @@ class Schedule:
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
         [1, 2]
         """
-        return _phases(self, devices, microbatches)
+        if not self.synchronous:
+            return 1
+        for tasks in self.lists(devices, microbatches):
+            is_forward = [KINDS[task.kind].in_flight > 0 for task in tasks]
+            if is_forward != sorted(is_forward, reverse=True):  # a forward comes after a backward
+                return 1
+        return 2
 
     def period(self, microbatches: int) -> int:
         """Returns the number of micro-batches per update, given the number per step."""
@@ -341,12 +366,12 @@ def at_least(least: int, **options: Any) -> None:
             )
 
 
-def numbers_of(name: str, values: Any) -> tuple[int, ...]:
+def numbers_of(name: str, values: Any) -> tuple[int, ...] | None:
     """Checks an option that has a number for each device, and returns the numbers as a tuple.
 
     Args:
         name: the name of the option.
-        values: the numbers as the user gave them.
+        values: the numbers as the user gave them; None if the option is not given.
 
     Raises:
         ValueError: a value is not a whole number, or is below 0.
@@ -354,27 +379,21 @@ def numbers_of(name: str, values: Any) -> tuple[int, ...]:
     >>> numbers_of("late", [0, 1])
     (0, 1)
     """
+    if values is None:
+        return None
     numbers = whole_numbers(name, values)
     for number in numbers:
         at_least(0, **{f"each of {name}": number})
     return numbers
 
 
-@lru_cache(maxsize=256)
-def _held(
-    schedule: Schedule,
-    devices: int,
-    microbatches: int,
-) -> tuple[tuple[Holding, ...], ...]:
-    """Finds what `Schedule.held` returns; a function and not a method, so that it can be cached."""
-    count = microbatches
-    if not schedule.synchronous:
-        # After this many micro-batches, the pipeline of a stream is full and holds no more later.
-        # For stages whose devices take turns, the lists give the number (`RoundRobin.in_flight`).
-        in_flight = getattr(schedule.lists, "in_flight", ())
-        count = max(microbatches, 2 * devices, *in_flight)
-    lists = schedule.tasks(devices, count)
-    return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
+def check_count(name: str, numbers: Sequence[int], devices: int) -> None:
+    """Raises ValueError unless an option has as many numbers as there are devices."""
+    if len(numbers) != devices:
+        raise ValueError(
+            f"{name}={numbers} has {len(numbers)} numbers, but there are {devices} devices: "
+            "give one number for each device"
+        )
 
 
 def _largest_holdings(
@@ -405,34 +424,3 @@ def _largest_holdings(
     is_within = (vectors[:, None] <= vectors[None]).all(axis=2)  # each holding is within itself
     counts = is_within.sum(axis=1)
     return tuple(peak for peak, count in zip(peaks, counts, strict=True) if count == 1)
-
-
-@lru_cache(maxsize=256)
-def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int, ...]:
-    """Finds what `Schedule.in_flight` returns."""
-    holdings = schedule.held(devices, microbatches)
-    counts = []
-    for stage in range(schedule.stages_on(devices)):
-        vectors = holdings[schedule.device_of(stage, devices)]
-        chunk = stage // devices
-        counts.append(max(vector[chunk][0] for vector in vectors))
-    return tuple(counts)
-
-
-@lru_cache(maxsize=256)
-def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
-    """Finds what `Schedule.phases` returns."""
-    if not schedule.synchronous:
-        return 1
-    for tasks in schedule.lists(devices, microbatches):
-        is_forward = [KINDS[task.kind].in_flight > 0 for task in tasks]
-        if is_forward != sorted(is_forward, reverse=True):  # a forward comes after a backward
-            return 1
-    return 2
-
-
-@lru_cache(maxsize=256)
-def _splits(schedule: Schedule, devices: int, microbatches: int) -> bool:
-    """Finds what `Schedule.splits` returns."""
-    vectors = chain.from_iterable(schedule.held(devices, microbatches))
-    return any(between for vector in vectors for _, between in vector)

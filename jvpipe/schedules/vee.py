@@ -32,9 +32,10 @@ micro-batch to the next, each number rises by six. W and w fill the slots that a
 the order of the slots is used, not how long tasks take.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from jvpipe.ir.kinds import Kind
@@ -73,13 +74,12 @@ class VeeLists:
             work = _full(d, devices, max(microbatches, 2 * devices - 1))
         else:
             work = _repeated(_slots(self.memory, d, devices), microbatches)
-        # Tasks of the second chunk have small letters; the key is whether a letter is small.
-        stage = {True: 2 * devices - 1 - d, False: d}
+        last = 2 * devices - 1
         tasks = []
         for letter, m in work:
             if m < microbatches:
-                kind = Kind(letter.upper())
-                tasks.append(Task(stage[letter.islower()], kind, m))
+                stage = d if letter.isupper() else last - d
+                tasks.append(Task(stage, Kind(letter.upper()), m))
         return tuple(tasks)
 
 
@@ -90,7 +90,7 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
     F               until the first micro-batch comes back from the last device
     fF              while that micro-batch goes on to device 0, which has the loss
     fiw             until the pipeline is full
-    FIWfiw          the steady state, as long as forwards are left
+    FIWfiw, IWfiw   the steady state, as long as forwards are left
     Ii, IW, w, W    the drain
 
     Args:
@@ -98,25 +98,14 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
         devices: the number of devices.
         microbatches: the number of micro-batches, at least 2 S - 1.
     """
-    done = dict.fromkeys("FfIiWw", 0)
-
-    def left(letter: str) -> int:
-        return microbatches - done[letter]
-
-    def run(letters: str, times: int = 1) -> Iterator[tuple[str, int]]:
-        for letter in letters * times:
-            yield letter, done[letter]
-            done[letter] += 1
-
-    yield from run("F", 2 * (devices - d) - 1)
-    yield from run("fF", d)
-    yield from run("fiw", devices - d)
-    while left("f"):
-        yield from run("F" * min(1, left("F")) + "IWfiw")
-    yield from run("Ii", d)
-    yield from run("IW", devices - d)
-    yield from run("w", left("w"))
-    yield from run("W", left("W"))
+    hops = devices - d
+    letters = "F" * (2 * hops - 1) + "fF" * d + "fiw" * hops
+    letters += "FIWfiw" * (microbatches - devices - hops + 1) + "IWfiw" * (hops - 1)
+    letters += "Ii" * d + "IW" * hops + "w" * d + "W" * d
+    done = Counter[str]()
+    for letter in letters:
+        yield letter, done[letter]
+        done[letter] += 1
 
 
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
@@ -133,19 +122,11 @@ def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, 
     S = devices
     if memory == "half":
         gap = 0 if S % 2 else 3
-        return {
-            "F": 2 * d,
-            "f": 3 * S - 2 - d,
-            "i": 3 * S - 1 + gap + 2 * d,
-            "I": 6 * S - 2 + gap - d,
-        }
-    gap = 0 if S % 3 else 2
-    return {
-        "F": d,
-        "f": 2 * S - 1 - d,
-        "i": 2 * S + gap + d,
-        "I": 4 * S - 1 + gap - d,
-    }
+        slots = 2 * d, 3 * S - 2 - d, 3 * S - 1 + gap + 2 * d, 6 * S - 2 + gap - d
+    else:
+        gap = 0 if S % 3 else 2
+        slots = d, 2 * S - 1 - d, 2 * S + gap + d, 4 * S - 1 + gap - d
+    return dict(zip("FfiI", slots, strict=True))
 
 
 _LATER = {"i": "w", "I": "W"}
@@ -156,10 +137,8 @@ def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str
 
     Micro-batch m has the given slots, each 6 m later. W and w fill the empty slots in between.
     """
-    at: dict[int, tuple[str, int]] = {}
-    for letter, slot in slots.items():
-        for m in range(microbatches):
-            at[slot + PERIOD_SLOTS * m] = letter, m
+    tasks = product(slots.items(), range(microbatches))
+    at = {slot + PERIOD_SLOTS * m: (letter, m) for (letter, slot), m in tasks}
     late: deque[tuple[str, int]] = deque()  # second halves that wait for a slot
     for slot in range(max(at) + 1):  # the oldest second half that waits takes each empty slot
         if slot in at:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jvpipe.ir.kinds import Kind
+from jvpipe.simulate.work_parts import Features
 
 WAYS = ("out", "in")
 """The directions of a machine's network."""
@@ -31,18 +32,16 @@ class Resources:
     Attributes:
         places: the device of each stage.
         devices: the number of devices.
-        shared: whether sends between devices take the links to the host.
-        machines: for each place, the machine of each device there; empty if no networks are shared.
+        on: says whether sends take the links to the host, and which networks are shared.
 
-    >>> resources = Resources((0, 1), 2)
+    >>> resources = Resources((0, 1), 2, Features())
     >>> resources.occupied(0, Kind.F), resources.occupied(0, Kind.OUT), resources.occupied(0, Kind.SEND)
     ((0,), (2,), (4,))
     """
 
     places: Sequence[int]
     devices: int
-    shared: bool = False
-    machines: tuple[tuple[int, ...], ...] = ()
+    on: Features
 
     @property
     def in_order(self) -> Sequence[int]:
@@ -67,14 +66,11 @@ class Resources:
             case Kind.OUT | Kind.IN:
                 return (self.devices + d,)
             case Kind.SEND:
-                following = (stage + 1) % len(places)
-                return self._between(d, places[following])
+                return self._between(d, places[(stage + 1) % len(places)])
             case Kind.RETURN:
                 return self._between(d, places[stage - 1])
             case Kind.REDUCE:
-                if not self.machines:
-                    return ()
-                machines = self.machines[d]
+                machines = self.on.machines[d] if self.on.machines else ()
                 return self._networks(machines, machines)
             case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W | Kind.U:
                 return (d,)
@@ -97,16 +93,13 @@ class Resources:
             to: the place that receives.
         """
         D = self.devices
-        if self.machines:
-            senders = self.machines[d]
-            readers = self.machines[to]
-            networks = self._networks(senders, readers)
-            if networks and senders != readers:
+        if machines := self.on.machines:
+            networks = self._networks(machines[d], machines[to])
+            if networks and machines[d] != machines[to]:
                 return networks
-        if self.shared:
+        if self.on.shared:
             return (D + d, D + to)
-        closes_loop = d == 0 and to == D - 1 > 1
-        is_backward = to == d - 1 or closes_loop
+        is_backward = (d - to) % max(D, 3) == 1  # of two places, device 1 comes after device 0
         first = 3 * D if is_backward else 2 * D
         return (first + d,)
 
@@ -121,7 +114,7 @@ class Resources:
             senders: the machine of each device that sends.
             readers: the machine of each device that receives.
         """
-        if len({*senders, *readers}) == 1:
+        if len({*senders, *readers}) <= 1:
             return ()
         first = 4 * self.devices  # after devices and links
         out = [first + 2 * k for k in sorted(set(senders))]
@@ -149,10 +142,6 @@ def resource_names(stages: int, devices: int, machines: int) -> tuple[str, ...]:
     # two devices, each has only one neighbor, and no task occupies its other link. The name of the
     # other link has a device 2 or 3, which does not exist, because all names must differ.
     loop = devices if devices > 2 else 4
-    for step in (1, -1):
-        for d in numbers:
-            neighbor = (d + step) % loop
-            names.append(f"{what} {d} to {neighbor}")
-    for k in range(machines):
-        names += [f"network of machine {k}, {way}" for way in WAYS]
+    names += [f"{what} {d} to {(d + step) % loop}" for step in (1, -1) for d in numbers]
+    names += [f"network of machine {k}, {way}" for k in range(machines) for way in WAYS]
     return tuple(names)

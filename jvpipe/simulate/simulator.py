@@ -134,10 +134,7 @@ def _waits(
 ) -> Iterator[Sequence[int]]:
     """Yields the rows that each row waits for, by the rules of the module's docstring.
 
-    Args:
-        lowered: the rows and buffers of the step.
-        occupies: the resources of each row; empty for a row that takes no time.
-        buffers_wait: as in `simulate`.
+    A row that takes no time has no resources in `occupies`.
     """
     rows, buffers = lowered.rows, lowered.buffers
     writer: dict[int, int] = {}  # by buffer: the last row that wrote it
@@ -156,11 +153,20 @@ def _waits(
         filled = {row.place, *arriving}
         needs.update(freed[d] for d in filled if d in freed)
         before = programs.setdefault(row.place, [])
-        takes_time = bool(occupies[i])
-        needs.update(_programs_before(info.link, before, takes_time=takes_time))
-        if info.link is CopyLink.PEER and buffers_wait:
-            at_receiver = programs.get(arriving[0], ())
-            needs.update(at_receiver[-1:])
+        # The program whose end frees the memory that a copy needs.
+        match info.link:
+            case CopyLink.FROM_HOST:
+                needs.update(before[-1:])
+            case CopyLink.BATCH:
+                needs.update(before[-2:-1] if occupies[i] else before[-1:])
+            case CopyLink.PEER:
+                if buffers_wait:
+                    at_receiver = programs.get(arriving[0], ())
+                    needs.update(at_receiver[-1:])
+            case CopyLink.TO_HOST | None:
+                pass
+            case _:
+                assert_never(info.link)
         match info.runs:
             case Runs.LAYER | Runs.PROGRAM:
                 before.append(i)
@@ -175,30 +181,6 @@ def _waits(
             writer[b] = i
         for b in row.reads:
             readers.setdefault(b, []).append(i)
-
-
-def _programs_before(
-    link: CopyLink | None,
-    programs: Sequence[int],
-    *,
-    takes_time: bool,
-) -> Sequence[int]:
-    """Returns the program whose end frees the memory that a copy needs, if it waits for one.
-
-    Args:
-        link: the link that the copy takes; None if the row is not a copy.
-        programs: the programs of its device so far.
-        takes_time: whether the copy takes time.
-    """
-    match link:
-        case CopyLink.FROM_HOST:
-            return programs[-1:]
-        case CopyLink.BATCH:
-            return programs[-2:-1] if takes_time else programs[-1:]
-        case CopyLink.PEER | CopyLink.TO_HOST | None:
-            return ()
-        case _:
-            assert_never(link)
 
 
 def _curves(
@@ -241,9 +223,7 @@ def _curves(
         temporary = temporary_bytes[i] if temporary_bytes else 0
         if temporary:
             changes[row.place] += [(start_s, temporary), (end_s, -temporary)]
-    curves: list[Curve] = []
-    for d in range(devices):
-        curves.append(Curve.of(f"device {d}", changes[d], base[d]))
+    curves = [Curve.of(f"device {d}", changes[d], base[d]) for d in range(devices)]
     return (*curves, Curve.of("host", changes[HOST], base[HOST]))
 
 
@@ -332,21 +312,15 @@ def _stage_curves(
         load = stages[s]
         left_bytes = load.kept_bytes + load.swapped_bytes
         device = changes[work.places[s]]
+        info = KINDS[kind]
         match kind:
-            case Kind.F:
-                device.append((start_s, left_bytes))
-            case Kind.B:
-                device.append((end_s, -left_bytes))
-            case Kind.I:
-                device.append((end_s, load.handed_bytes - left_bytes))
-            case Kind.W:
-                device.append((end_s, -load.handed_bytes))
-            case Kind.OUT:
-                device.append((end_s, -load.swapped_bytes))
-                host.append((start_s, load.swapped_bytes))
-            case Kind.IN:
-                device.append((start_s, load.swapped_bytes))
-                host.append((end_s, -load.swapped_bytes))
+            case Kind.F | Kind.B | Kind.I | Kind.W:
+                size = info.in_flight * left_bytes + info.between * load.handed_bytes
+                device.append((start_s if info.in_flight > 0 else end_s, size))
+            case Kind.OUT | Kind.IN:
+                filled, freed = (host, device) if info.link is CopyLink.TO_HOST else (device, host)
+                filled.append((start_s, load.swapped_bytes))
+                freed.append((end_s, -load.swapped_bytes))
             case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE | Kind.U:
                 pass  # static_bytes include the bytes that these tasks need while they run
             case _:

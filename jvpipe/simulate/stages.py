@@ -38,14 +38,14 @@ at most the seconds of all swaps.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 
-from jvpipe.ir.kinds import KINDS
+from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.simulate.resources import Resources, resource_names
 from jvpipe.simulate.task_graph import TaskGraph
-from jvpipe.simulate.waits import Around, Codes, device_waits
+from jvpipe.simulate.waits import Codes, DeviceWalk
 from jvpipe.simulate.work_parts import PARTS, Features
 
 
@@ -162,26 +162,24 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     """
     tasks = list(chain(*lists))
     M = 1 + max([task.microbatch for task in tasks], default=0)
-    D = len(lists)
     places = _places(lists)
     stages = range(len(places))
-    split = [task for task in tasks if KINDS[task.kind].between > 0]
-    halves = frozenset((task.stage, task.microbatch) for task in split)
-    around = [Around.of(s, places, features, M) for s in stages]
+    halves = {(s, m) for s, kind, m in tasks if KINDS[kind].between > 0}
+    stage = len(PARTS) * M  # from a task's code to that of the same task on the next stage
+    starts = range(0, len(places) * stage, stage)
+    codes_of: list[dict[Kind, int]] = [
+        dict(zip(PARTS, range(at, at + stage, M), strict=True)) for at in starts
+    ]
+    crosses = [features.sends and here != to for here, to in pairwise((*places, places[-1]))]
     waits: dict[int, Codes] = {}  # by code: the codes that it waits for
     for of_device in lists:
-        for code, needs in device_waits(of_device, features, around, halves):
+        for code, needs in DeviceWalk(features, codes_of, crosses, halves).along(of_device):
             if code in waits:
                 raise ValueError(f"task {_task(code, M)} is twice in its list")
             waits[code] = needs
     # Tasks are numbered list by list, because a dictionary keeps the order in which keys came.
     codes = tuple(waits)
-    resources = Resources(
-        places,
-        D,
-        shared=features.shared,
-        machines=features.machines,
-    )
+    resources = Resources(places, len(lists), features)
     occupied = [resources.occupied(s, part) for s in stages for part in PARTS]  # by slot
     work = TaskGraph(
         waits=_numbered(waits, M),
@@ -198,9 +196,7 @@ def _places(lists: TaskLists) -> tuple[int, ...]:
     A stage in no list gets the device of its own number or, if there is none, the last device.
     """
     last = len(lists) - 1
-    device_of: dict[int, int] = {}
-    for d, tasks in enumerate(lists):
-        device_of |= {task.stage: d for task in tasks}
+    device_of = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
     stages = 1 + max([last, *device_of])
     return tuple(device_of.get(s, min(s, last)) for s in range(stages))
 
@@ -218,9 +214,9 @@ def _numbered(waits: Mapping[int, Codes], M: int) -> list[tuple[int, ...]]:
     ids = {code: i for i, code in enumerate(waits)}
     try:
         return [tuple([ids[need] for need in needs]) for needs in waits.values()]
-    except KeyError:
-        pairs = [(code, need) for code, needs in waits.items() for need in needs]
-        code, need = next(pair for pair in pairs if pair[1] not in ids)
+    except KeyError as error:
+        need = error.args[0]
+        code = next(code for code, needs in waits.items() if need in needs)
         other = f"{_task(need, M)}, which is in no list"
         raise cannot_progress({_task(code, M): [other]}) from None
 

@@ -22,18 +22,16 @@ experiments.planners.simulator` measures it.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 
 import numpy as np
 from jaxtyping import Float
 
 from jvpipe.ir.task import cannot_progress
-
-_Turns = tuple[tuple[int, ...], tuple[int, ...]]
-"""The resources of a task: first those that serve in order, then those that serve by readiness."""
 
 
 class TaskGraph:
@@ -64,16 +62,18 @@ class TaskGraph:
         name: Callable[[int], str] = str,
     ) -> None:
         ordered = frozenset(in_order)
-        turns = {resources: _turns(resources, ordered) for resources in set(occupies)}
+        groups = set(occupies)
+        turns = {group: [r for r in group if r in ordered] for group in groups}
+        queues = {group: [r for r in group if r not in ordered] for group in groups}
         self.occupies = occupies
-        self.resources = 1 + max(chain(*turns), default=-1)
-        self._queues = [turns[resources][1] for resources in occupies]
+        self.resources = 1 + max(chain(*groups), default=-1)
+        self._queues = [queues[resources] for resources in occupies]
         self.fixed = not any(self._queues)
         last: dict[int, int] = {}  # for each resource that serves in order: its last task so far
         self._before: list[Sequence[int]] = []
         pairs = zip(occupies, waits, strict=True)
         for i, (resources, before) in enumerate(pairs):
-            in_turn, _ = turns[resources]
+            in_turn = turns[resources]
             if in_turn:
                 previous = [last[r] for r in in_turn if r in last]
                 before = (*before, *previous)
@@ -81,7 +81,12 @@ class TaskGraph:
             for r in in_turn:
                 last[r] = i
         # `_before` has the tasks that a task waits for, `_after` those that wait for it.
-        self._after = _turned(self._before)
+        waiting: list[list[int]] = [[] for _ in occupies]
+        for i, needs in enumerate(self._before):
+            for j in needs:
+                waiting[j].append(i)
+        # Python's garbage collector stops tracking tuples of numbers.
+        self._after = list(map(tuple, waiting))
         # How many tasks each waits for, and those that wait for none.
         self._missing = [len(needs) for needs in self._before]
         self._first = [i for i, count in enumerate(self._missing) if not count]
@@ -175,7 +180,7 @@ class TaskGraph:
         starts = np.zeros((tasks, runs))
         ends = np.zeros((tasks + 1, runs))  # the last row stands for no task, and ends at 0
         for level, before in self._levels:
-            starts[level] = ends[before].max(axis=1)
+            starts[level] = ends[before].max(axis=0)
             ends[level] = starts[level] + seconds[level]
         return starts
 
@@ -185,25 +190,20 @@ class TaskGraph:
 
         The level of a task is the number of tasks on the longest path to it. So a task waits only
         for tasks on lower levels, and all starts of a level are computed at once. The second array
-        has a row for each task. Short rows are filled up with the number that stands for no task.
+        has a column for each task. Short columns are filled up with the number that stands for no
+        task.
         """
-        tasks = len(self._before)
-        depth = [0] * tasks
-        levels: list[list[int]] = []
+        none = len(self._before)
+        depth = [0] * none
+        levels = defaultdict[int, list[int]](list)
         for i in self._order:
             below = [depth[j] for j in self._before[i]]
             depth[i] = 1 + max(below, default=-1)
-            if depth[i] == len(levels):
-                levels.append([])
             levels[depth[i]].append(i)
         arrays = []
-        for level in levels:
-            needs = [self._before[i] for i in level]
-            width = max(1, *map(len, needs))
-            rows = []
-            for before in needs:
-                filling = [tasks] * (width - len(before))
-                rows.append([*before, *filling])
+        for level in levels.values():
+            needs = [self._before[i] or (none,) for i in level]
+            rows = list(zip_longest(*needs, fillvalue=none))
             arrays.append((np.array(level), np.array(rows)))
         return arrays
 
@@ -220,25 +220,3 @@ class TaskGraph:
                 if not missing[j]:
                     order.append(j)
         return order
-
-
-def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Returns, for each task, the tasks that wait for it.
-
-    They are tuples, because Python's garbage collector stops tracking tuples of numbers.
-    """
-    tasks = len(before)
-    counts = [len(needs) for needs in before]
-    waiting = np.repeat(np.arange(tasks), counts)
-    needs = np.array(list(chain(*before)), dtype=np.int64)
-    by_need = waiting[np.argsort(needs, kind="stable")].tolist()
-    ends = np.cumsum(np.bincount(needs, minlength=tasks)).tolist()
-    bounds = pairwise([0, *ends])
-    return [tuple(by_need[start:end]) for start, end in bounds]
-
-
-def _turns(resources: Sequence[int], in_order: Collection[int]) -> _Turns:
-    """Divides resources into those that serve in order and those that serve by readiness."""
-    served_in_order = tuple(r for r in resources if r in in_order)
-    served_by_readiness = tuple(r for r in resources if r not in in_order)
-    return served_in_order, served_by_readiness

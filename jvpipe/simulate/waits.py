@@ -20,11 +20,11 @@ Nothing is swapped for a B that comes directly after its own F.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task
-from jvpipe.simulate.work_parts import PARTS, Features
+from jvpipe.simulate.work_parts import Features
 
 Codes = tuple[int, ...]
 """The codes of tasks (see `StageWork` in stages.py)."""
@@ -32,85 +32,77 @@ CodedTask = tuple[int, Codes]
 """The code of a task, and the codes of the tasks that it waits for."""
 
 
-class Around(NamedTuple):
-    """The codes of a stage's tasks for micro-batch 0, and of the tasks that they wait for.
-
-    The codes for micro-batch m are larger by m. F waits for the `source`, which brings values from
-    the stage before. B waits for the `answer`, which brings cotangents from the next stage, or for
-    the `half_answer` if the next stage splits its backward. `sends` says whether a SEND follows F,
-    and `returns` whether a RETURN follows B.
-    """
-
-    code: Mapping[Kind, int]
-    source: int | None
-    answer: int | None
-    half_answer: int | None
-    sends: bool
-    returns: bool
-
-    @staticmethod
-    def of(
-        s: int,
-        places: Sequence[int],
-        on: Features,
-        M: int,
-    ) -> "Around":
-        """Finds the tasks around a stage.
-
-        Args:
-            s: the stage.
-            places: the device of each stage.
-            on: the parts that stages need.
-            M: the number of micro-batches.
-        """
-        stage = len(PARTS) * M  # from a task's code to that of the same task on the next stage
-        codes = range(s * stage, (s + 1) * stage, M)
-        code: dict[Kind, int] = dict(zip(PARTS, codes, strict=True))
-        sends = returns = False
-        source = answer = half_answer = None
-        if s > 0:
-            returns = on.sends and places[s] != places[s - 1]
-            source = code[Kind.SEND if returns else Kind.F] - stage
-        if s < len(places) - 1:
-            sends = on.sends and places[s] != places[s + 1]
-            answer = code[Kind.RETURN if sends else Kind.B] + stage
-            half_answer = code[Kind.RETURN if sends else Kind.I] + stage
-        return Around(
-            code,
-            source,
-            answer,
-            half_answer,
-            sends,
-            returns,
-        )
-
-
-class _Walk:
+@dataclass
+class DeviceWalk:
     """A walk along the list of a device, which finds what each task waits for.
 
-    It leaves out the wait for the previous task on the device, which `TaskGraph` adds.
+    It leaves out the wait for the previous task on the device, which `TaskGraph` adds. A walk
+    serves for one device.
 
-    Args:
+    Attributes:
         on: the parts that stages need.
-        around: the codes around each stage.
+        codes: for each stage, the codes of its tasks for micro-batch 0; that for micro-batch m is
+            larger by m.
+        crosses: for each stage, whether SEND brings its values to the next stage, and RETURN the
+            cotangents back; false for the last stage.
         halves: pairs of a stage and a micro-batch whose backward is split.
+        tasks: the tasks so far.
+        last: the task before this one on the device.
+        outs: the OUTs so far.
+        begun: what an IN waits for: the tasks that the last B waited for, and the last OUT before
+            this B. When these tasks have ended, the B begins. None before the first B.
     """
 
-    def __init__(
-        self,
-        on: Features,
-        around: Sequence[Around],
-        halves: Collection[tuple[int, int]],
-    ) -> None:
-        self.tasks: list[CodedTask] = []  # so far
-        self.last: Codes = ()  # the task before this one on the device
-        self._on = on
-        self._around = around
-        self._halves = halves
-        self._outs: list[int] = []
-        # What an IN waits for: the tasks that the last B waited for, and the last OUT before this
-        # B. When these tasks have ended, the B begins. None before the first B.
-        self._begun: Codes | None = None
+    on: Features
+    codes: Sequence[Mapping[Kind, int]]
+    crosses: Sequence[bool]
+    halves: Collection[tuple[int, int]]
+    tasks: list[CodedTask] = field(default_factory=list)
+    last: Codes = ()
+    outs: list[int] = field(default_factory=list)
+    begun: Codes | None = None
+
+    def along(self, tasks: Sequence[Task]) -> Sequence[CodedTask]:
+        """Returns a device's tasks in order, with the tasks that are added: copies, R and REDUCE.
+
+        Args:
+            tasks: the list of the device.
+        """
+        tasks = [task for task in tasks if self.on.updates or task.kind != Kind.U]
+        ends: dict[int, Task] = {}  # by stage: its last backward
+        if self.on.reduces:
+            ends = {task.stage: task for task in tasks if KINDS[task.kind].accumulates}
+        for task, following in zip(tasks, [*tasks[1:], None], strict=True):
+            s, kind, m = task
+            code = self.codes[s]
+            match kind:
+                case Kind.F:
+                    self.forward(task, following)
+                case Kind.B | Kind.I:
+                    self.backward(task)
+                case Kind.W:  # it needs nothing from other stages
+                    self.run(code[Kind.W] + m, (code[Kind.I] + m,))
+                case Kind.U:
+                    needs: Codes = ()
+                    if s in ends:
+                        needs = (code[Kind.REDUCE] + ends[s].microbatch,)
+                    self.run(code[Kind.U] + m, needs)
+                case _:
+                    raise ValueError(
+                        f"task {task}: lists at the level of stages hold F, B, I, W and U"
+                    )
+            if ends.get(s) == task:  # the gradients of the stage are complete
+                self.after(code[Kind.REDUCE] + m)
+        return self.tasks
+
+    def run(self, code: int, needs: Codes) -> None:
+        """Adds a task of the device itself."""
+        self.tasks.append((code, needs))
+        self.last = (code,)
+
+    def after(self, code: int) -> None:
+        """Adds a copy or a sum of what the task before has made."""
+        self.tasks.append((code, self.last))
 
     def forward(self, task: Task, following: Task | None) -> None:
         """Adds F with the copies after it.
@@ -120,93 +112,52 @@ class _Walk:
             following: the next task on the device.
         """
         s, _, m = task
-        code, source, _, _, sends, _ = self._around[s]
-        needs = () if source is None else (source + m,)
+        code = self.codes[s]
+        needs: Codes = ()
+        if s > 0:
+            source = Kind.SEND if self.crosses[s - 1] else Kind.F
+            needs = (self.codes[s - 1][source] + m,)
         # The OUTs of a device run one after another, so when the second-to-last has ended, all
         # before it have ended, too.
-        room = self._outs[-2:-1]
-        self.last = (code[Kind.F] + m,)
-        self.tasks.append((self.last[0], (*needs, *room)))
-        if self._on.swaps and not _is_own_backward(task, following):
+        room = self.outs[-2:-1]
+        self.run(code[Kind.F] + m, (*needs, *room))
+        if self.on.swaps and not _is_own_backward(task, following):
             out = code[Kind.OUT] + m
-            self._outs.append(out)
-            self.tasks.append((out, self.last))
-        if sends:
-            self.tasks.append((code[Kind.SEND] + m, self.last))
+            self.outs.append(out)
+            self.after(out)
+        if self.crosses[s]:
+            self.after(code[Kind.SEND] + m)
 
     def backward(self, task: Task) -> None:
         """Adds B or I, between the tasks that make its inputs and the copy of its result."""
         s, kind, m = task
-        code, _, answer, half_answer, _, returns = self._around[s]
-        after = half_answer if (s + 1, m) in self._halves else answer
+        code = self.codes[s]
         forward = code[Kind.F] + m
         needs: Codes = (forward,)
-        if self._on.swaps and self.last != (forward,):
+        if self.on.swaps and self.last != needs:
             # Before its first B, the device has room when all OUTs but the last have ended.
-            room = self._outs[-2:-1] if self._begun is None else self._begun
+            room = self.outs[-2:-1] if self.begun is None else self.begun
             fetch = code[Kind.IN] + m
             self.tasks.append((fetch, (code[Kind.OUT] + m, *room)))
-            needs = (*needs, fetch)
-        if self._on.recompute:
+            needs = (forward, fetch)
+        if self.on.recompute:
             again = code[Kind.R] + m
-            self.tasks.append((again, needs))
-            needs = self.last = (again,)
-        if after is not None:
-            needs = (*needs, after + m)
-        last_out = self._outs[-1:]
-        self._begun = (*self.last, *needs, *last_out)
-        self.last = (code[kind] + m,)
-        self.tasks.append((self.last[0], needs))
-        if returns:
-            self.tasks.append((code[Kind.RETURN] + m, self.last))
-
-
-def device_waits(
-    tasks: Sequence[Task],
-    on: Features,
-    around: Sequence[Around],
-    halves: Collection[tuple[int, int]],
-) -> Sequence[CodedTask]:
-    """Returns a device's tasks in order, with the tasks that are added: copies, R and REDUCE.
-
-    Args:
-        tasks: the list of the device.
-        on: the parts that stages need.
-        around: the codes around each stage.
-        halves: pairs of a stage and a micro-batch whose backward is split.
-    """
-    walk = _Walk(on, around, halves)
-    tasks = [task for task in tasks if on.updates or task.kind != Kind.U]
-    ends: dict[int, Task] = {}  # by stage: its last backward
-    if on.reduces:
-        ends = {task.stage: task for task in tasks if KINDS[task.kind].accumulates}
-    for task, following in zip(tasks, [*tasks[1:], None], strict=True):
-        s, kind, m = task
-        code = around[s].code
-        match kind:
-            case Kind.F:
-                walk.forward(task, following)
-            case Kind.B | Kind.I:
-                walk.backward(task)
-            case Kind.W:  # it needs nothing from other stages
-                walk.last = (code[Kind.W] + m,)
-                walk.tasks.append((walk.last[0], (code[Kind.I] + m,)))
-            case Kind.U:
-                walk.last = (code[Kind.U] + m,)
-                needs: Codes = ()
-                if s in ends:
-                    needs = (code[Kind.REDUCE] + ends[s].microbatch,)
-                walk.tasks.append((walk.last[0], needs))
-            case _:
-                raise ValueError(f"task {task}: lists at the level of stages hold F, B, I, W and U")
-        if ends.get(s) == task:  # the gradients of the stage are complete
-            walk.tasks.append((code[Kind.REDUCE] + m, walk.last))
-    return walk.tasks
+            self.run(again, needs)
+            needs = (again,)
+        if s + 1 < len(self.codes):
+            answer = Kind.I if (s + 1, m) in self.halves else Kind.B
+            if self.crosses[s]:
+                answer = Kind.RETURN
+            needs = (*needs, self.codes[s + 1][answer] + m)
+        last_out = self.outs[-1:]
+        self.begun = (*self.last, *needs, *last_out)
+        self.run(code[kind] + m, needs)
+        if self.crosses[s - 1]:
+            self.after(code[Kind.RETURN] + m)
 
 
 def _is_own_backward(task: Task, following: Task | None) -> bool:
     """Tells whether the task after a forward is its own backward, or the backward's first half."""
     if following is None or KINDS[following.kind].in_flight >= 0:
         return False
-    is_same_stage = following.stage == task.stage
-    return is_same_stage and following.microbatch == task.microbatch
+    return following == task._replace(kind=following.kind)

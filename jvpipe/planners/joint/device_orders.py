@@ -48,20 +48,17 @@ def orders(problem: Problem) -> list[Problem]:
     >>> [one.where for one in orders(problem)]
     [((0,), (1,), (2,)), ((0,), (2,), (1,)), ((1,), (0,), (2,))]
     """
-    devices = range(len(problem.groups))
     groups = problem.groups
-    if not devices or problem.replicated:
+    if not groups or problem.replicated:
         return [problem]
-    if _all_orders(problem):
-        kinds = [group.kind for group in groups]
-        count = list(_distinct(kinds, devices))
-    else:
-        count = sorted_orders(groups)
+    devices = range(len(groups))
+    kinds = [group.kind for group in groups]
+    some = _distinct(kinds, devices) if _all_orders(problem) else sorted_orders(groups)
     # Orders with the same kinds of devices in the same places are the same problem, so only the
     # first of them is kept.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
-    for order in [list(devices), *count]:
-        by_kind.setdefault(tuple(groups[d].kind for d in order), order)
+    for order in [list(devices), *some]:
+        by_kind.setdefault(tuple(kinds[d] for d in order), order)
     return [problem.in_order(order) for order in by_kind.values()]
 
 

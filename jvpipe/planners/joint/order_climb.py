@@ -103,8 +103,7 @@ def climbed(
         gainless += 1
         # The best move is made even if the order becomes slower, to leave a local optimum.
         for move in moves:
-            turns = draw.randrange(ORDER.rest, 2 * ORDER.rest)
-            rest_until[move.moved] = turn + turns
+            rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
         if course.step_s < short_s:
             best = course.order
@@ -131,14 +130,11 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     Moves are impossible if steps then wait for each other in a circle.
     """
     # Each move was judged by itself. Two moves that are possible alone may be impossible together.
-    before = [course.lists[move.device] for move in moves]
-    for move, steps in zip(moves, before, strict=True):
-        changed = [*steps[: move.first], *move.steps, *steps[move.end :]]
-        put(course, move, changed)
+    back = [make(course, move) for move in moves]
     course.run()
     if course.step_s == float("inf"):
-        for move, steps in zip(moves, before, strict=True):
-            put(course, move, steps)
+        for move in back:
+            make(course, move)
         if len(moves) > 1:
             _make(course, moves[:1])
             return
@@ -146,21 +142,14 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     course.follow()
 
 
-def put(
-    course: Course,
-    move: Move,
-    steps: list[int],
-) -> None:
-    """Gives the device of a move another list: the one after the move, or the one before it.
-
-    Args:
-        course: the order, whose times stay as they are.
-        move: says which device, and which backward is split or joined.
-        steps: the device's list.
-    """
+def make(course: Course, move: Move) -> Move:
+    """Makes a move, but leaves the times as they are; returns the move that takes it back."""
+    steps = course.lists[move.device]
     if move.flips >= 0:  # flipping twice undoes the flip
         course.flip(move.flips)
-    course.put(move.device, steps)
+    course.put(move.device, [*steps[: move.first], *move.steps, *steps[move.end :]])
+    end = move.first + len(move.steps)
+    return move._replace(end=end, steps=steps[move.first : move.end])
 
 
 def all_moves(course: Course) -> Iterator[Move]:
@@ -172,8 +161,8 @@ def all_moves(course: Course) -> Iterator[Move]:
     for d, steps in enumerate(course.lists):
         end = len(steps) - 1
         for at in range(len(steps)):
-            yield from _ahead(course, CourseBlock(d, at, min(at + ORDER.farthest, end)))
-            yield from _behind(course, CourseBlock(d, max(0, at - ORDER.farthest), at))
+            yield from _ahead(course, CourseBlock(d, at, end))
+            yield from _behind(course, CourseBlock(d, 0, at))
 
 
 def _neighbors(course: Course, draw: Random) -> Iterator[Move]:
@@ -254,12 +243,9 @@ def _flip(
     # Judging the move needs the seconds and bytes after it. So the backward is split or joined
     # for a moment.
     course.flip(cell)
-    if joins:
-        changed = [step, *passed]
-        every = list(_move(course, d, at, end + 1, changed, weight, cell))
-    else:
-        changed = [step, *passed, weight]
-        every = list(_move(course, d, at, end, changed, step, cell))
+    changed = [step, *passed] if joins else [step, *passed, weight]
+    moved = weight if joins else step
+    every = list(_move(course, d, at, end + joins, changed, moved, cell))
     course.flip(cell)
     yield from every
 

@@ -32,14 +32,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import add
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.joint.order_loads import Loads
 from jvpipe.util.sizes import ROUNDING
 
-_T = TypeVar("_T")
 NOT_YET = -1.0
 """The arrival time of an input that was not sent yet; any negative number works."""
 
@@ -95,17 +94,20 @@ class Course:
         self.loads = loads
         self.M = M
         self.cells = cells
-        self.to, self.source = _ways(M, cells)
+        # The result of a forward goes to the forward of the next stage; on the last stage, it goes to
+        # the backward of the same stage. The result of a backward or a first half goes to the stage
+        # before. A second half waits for its first half, but nothing is sent between the two.
+        forwards = list(range(cells))
+        backwards = list(range(cells, 2 * cells))
+        nowhere = [-1] * M
+        self.to = [*forwards[M:], *backwards[-M:], *nowhere, *backwards[:-M], *[-1] * cells]
+        self.source = [*nowhere, *forwards[:-M], *backwards[M:], *forwards[-M:], *backwards]
         # A whole backward and a first half have the same number, so splitting a backward changes
         # no other number.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
 
-        def by_step(kinds: Iterable[Sequence[_T]]) -> list[_T]:
-            numbers = list[_T]()
-            for of_stages in kinds:
-                for number in of_stages:
-                    numbers += [number] * M
-            return numbers
+        def by_step(by_kind: Iterable[Sequence[float]]) -> list[float]:
+            return list(chain.from_iterable([number] * M for number in chain(*by_kind)))
 
         # Backwards are whole until `flip` splits them.
         kinds = Kind.F, Kind.B, Kind.W
@@ -115,7 +117,7 @@ class Course:
         self.bytes = by_step(loads.more_bytes[kind] for kind in kinds)
         self.send_s = by_step([loads.send_s, return_s, none_s])
         self.early_s = by_step([none_s, loads.early_s, none_s])
-        self.device = by_step([loads.places] * 3)
+        self.device = [d for d in loads.places for _ in range(M)] * 3
         self.updates_s = loads.updates_s
         self.half = [False] * cells
         for s, kind, m in chain.from_iterable(order):
@@ -172,7 +174,9 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        self.there = there = self._arrivals()
+        # Nothing is sent to the first stage. The last `cells` entries are never read: with them, the
+        # line marked (*) needs no test for second halves.
+        self.there = there = [0.0] * self.M + [NOT_YET] * (4 * cells - self.M)
         self.starts = starts = [0.0] * (3 * cells)
         self.ends = ends = [0.0] * (3 * cells)
         self.ran = ran = list[int]()
@@ -205,8 +209,7 @@ class Course:
                     continue
                 arrives = now
                 if takes_s := send_s[step]:
-                    # A link carries its transfers in the order of the sender's list, which this
-                    # loop follows.
+                    # A link carries its transfers in the order of the sender's list.
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives
@@ -215,25 +218,8 @@ class Course:
                 if target in waits:
                     ready.append(waits.pop(target))
             free_s[d] = now
-        self.step_s = self._whole_s(free_s)
-
-    def _arrivals(self) -> list[float]:
-        """Makes the entries of `there` as they are before any step has run."""
-        # The last `cells` entries are never read. They are there so that the line marked (*) in
-        # `run` needs no test for second halves.
-        there = [NOT_YET] * (4 * self.cells)
-        there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
-        return there
-
-    def _whole_s(self, free_s: Sequence[float]) -> float:
-        """Counts the seconds of the whole order; infinite if not all steps have run.
-
-        Args:
-            free_s: for each device, when its last step has ended.
-        """
-        if len(self.ran) < sum(map(len, self.lists)):
-            return float("inf")
-        return max(map(add, free_s, self.updates_s))
+        is_whole = len(ran) == sum(map(len, lists))
+        self.step_s = max(map(add, free_s, self.updates_s)) if is_whole else float("inf")
 
     def follow(self) -> None:
         """Finds `tails` and `answers` from the last `run`.
@@ -242,8 +228,8 @@ class Course:
         what follows from its result: the transfer, and all that waits for it. A tail is the larger
         of the two. An answer is the time for the result alone.
         """
-        tails = [0.0] * (3 * self.cells)
-        answers = [0.0] * (3 * self.cells)
+        self.tails = tails = [0.0] * (3 * self.cells)
+        self.answers = answers = [0.0] * (3 * self.cells)
         seconds = self.seconds
         to = self.to
         send_s = self.send_s
@@ -269,8 +255,6 @@ class Course:
                     later_s[d] = answer
             tails[step] = later_s[d]
             later_s[d] += seconds[step]
-        self.tails = tails
-        self.answers = answers
 
     def path(self, draw: Random) -> list[CourseBlock]:
         """Finds the blocks of a longest path, the last block first.
@@ -280,11 +264,8 @@ class Course:
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s
-        lasts = []
-        for steps, update_s in zip(self.lists, self.updates_s, strict=True):
-            if steps:
-                step = steps[-1]
-                lasts.append((ends[step] + update_s, step))
+        lists = zip(self.lists, self.updates_s, strict=True)
+        lasts = [(ends[steps[-1]] + update_s, steps[-1]) for steps, update_s in lists if steps]
         _, step = max(lasts)
         blocks = list[CourseBlock]()
         last = self.place[step]
@@ -331,30 +312,3 @@ class Course:
             if self.ends[other] >= arrives - near_s:
                 return other
         return source
-
-
-def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
-    """Lists for each step the step that waits for its result, and the step that makes its input.
-
-    An entry is -1 if there is no such step. The result of a forward goes to the forward of the next
-    stage; on the last stage, it goes to the backward of the same stage. The result of a backward or
-    a first half goes to the backward of the stage before. A second half waits for its first half,
-    but nothing is sent between the two: only the list of inputs has an entry for this pair.
-    """
-    nowhere = [-1] * M
-    backwards = range(cells, 2 * cells)
-    to = [
-        *range(M, cells),
-        *backwards[-M:],
-        *nowhere,
-        *backwards[:-M],
-        *[-1] * cells,
-    ]
-    source = [
-        *nowhere,
-        *range(cells - M),
-        *backwards[M:],
-        *range(cells - M, cells),
-        *backwards,
-    ]
-    return to, source

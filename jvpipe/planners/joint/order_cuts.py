@@ -44,11 +44,9 @@ def moved_bounds(
         return []
     places = np.searchsorted(cuts, bounds)
     # Bounds stay in strict order: between two equal bounds, a stage would have no layers.
-    first = places[s - 1] + 1
-    last = places[end] - 1
-    back = max(-count, first - places[s])
-    ahead = min(count, last - places[end - 1])
-    _, *moves = sorted(range(back, ahead + 1), key=abs)  # the first is 0
+    back = min(count, places[s] - places[s - 1] - 1)
+    ahead = min(count, places[end] - places[end - 1] - 1)
+    _, *moves = sorted(range(-back, ahead + 1), key=abs)  # the first is 0
     inner = (cuts[places[s:end] + by].tolist() for by in moves)
     return [(*bounds[:s], *moved, *bounds[end:]) for moved in inner]
 
@@ -70,15 +68,13 @@ def shifted_bounds(
     """
     others = sorted(set(cuts.tolist()) - set(bounds))
     shifted = []
-    for gone in range(1, len(bounds) - 1):
-        kept = [*bounds[:gone], *bounds[gone + 1 :]]
-        before = bounds[gone - 1]
-        after = bounds[gone + 1]
+    for before, gone, after in zip(bounds, bounds[1:], bounds[2:], strict=False):
+        kept = {*bounds} - {gone}
         for new in others:
             # A cut between the two neighbors of the removed bound only moves that bound: no stage
             # changes its device, and `moved_bounds` lists the result.
             if not before < new < after:
-                shifted.append(tuple(sorted([*kept, new])))
+                shifted.append(tuple(sorted({*kept, new})))
     return _least_busy_first(problem, shifted)
 
 
@@ -107,7 +103,7 @@ def _least_busy_first(
     def busiest_s(bounds: Sequence[int]) -> float:
         works_s = [0.0] * problem.devices
         for s, (i, j) in enumerate(pairwise(bounds)):
-            works_s[places[s]] += float(layers_s[s][i:j].sum())
+            works_s[places[s]] += layers_s[s][i:j].sum()
         return max(works_s)
 
     return sorted(every, key=busiest_s)

@@ -14,6 +14,10 @@ A backward of the first stage runs whole, and so does a backward that cannot be 
 backward runs whole only if what its I hands to its W would not fit, and no earlier W is left that
 could make room.
 
+A micro-batch passes S stages in 2 S hops: hop s is the forward on stage s, and hop 2 S - 1 - s is
+the backward there, so the index of the latter is also -1 - s. The result of a hop is the input of
+the next one.
+
 Tasks are listed as they run, so devices that follow the lists never wait for each other in a
 circle. With `eager`, forwards come before backwards.
 
@@ -50,18 +54,6 @@ class _Device:
     late: deque[tuple[int, int]] = field(default_factory=deque)
 
 
-@dataclass
-class _Way:
-    """One direction, all forwards or all backwards: the next micro-batches, and when inputs arrive.
-
-    `next[s]` is the next micro-batch of stage s. `there[s, m]` is when the input of micro-batch m
-    arrives at stage s; there is no entry if that is not known yet.
-    """
-
-    next: list[int]
-    there: dict[tuple[int, int], float]
-
-
 class Listing:
     """One run of the list scheduler.
 
@@ -88,14 +80,14 @@ class Listing:
         self.eager = eager
         stages = len(loads.places)
         self.most = in_flight or [loads.microbatches] * stages
-        self.devices = list[_Device]()
-        for d, cap in enumerate(cap_bytes):
-            on = loads.stages_on(d)
-            unit = sum(loads.kept_bytes[s] for s in on)
-            self.devices.append(_Device(on, cap, unit))
-        at_once = {(0, m): 0.0 for m in range(loads.microbatches)}
-        self.forward = _Way([0] * stages, at_once)
-        self.backward = _Way([0] * stages, {})
+        each = enumerate(zip(cap_bytes, loads.unit_bytes, strict=True))
+        self.devices = [_Device(loads.stages_on(d), cap, unit) for d, (cap, unit) in each]
+        M = loads.microbatches
+        self.next = [0] * (2 * stages)  # by hop: the next micro-batch
+        # By hop and micro-batch: when the input arrives. Micro-batch M is there so that `next`, once
+        # all have run, needs no test.
+        self.there = [[NEVER] * (M + 1) for _ in self.next]
+        self.there[0][:M] = [0.0] * M
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
         # An entry of the queue is a time at which a device may find something to do. An entry whose
@@ -106,32 +98,42 @@ class Listing:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
                 self._turn(now, d)
-        all_back = all(n == loads.microbatches for n in self.backward.next)
+        all_back = self.next[-1] == loads.microbatches
         any_late = any(device.late for device in self.devices)
-        is_whole = all_back and not any_late
-        order = tuple(tuple(device.tasks) for device in self.devices)
-        self.order: TaskLists | None = order if is_whole else None
+        self.order: TaskLists | None = None
+        if all_back and not any_late:
+            self.order = tuple(tuple(device.tasks) for device in self.devices)
 
     def _turn(self, now: float, d: int) -> None:
         """Gives a free device its next task, or an entry in the queue for when it may have one."""
         device = self.devices[d]
-        backward, forward, following = self._ready(device, now)
-        if backward and not (self.eager and forward):
+        # The backward is the ready one with the lowest micro-batch. The forward is the one on the
+        # last stage whose forward is ready and has room. If neither exists, `following` is the
+        # earliest time at which a task will be ready, as far as known.
+        backward = forward = None
+        following = NEVER
+        halves_s = self.loads.seconds[Kind.W]
+        for s in reversed(device.stages):  # if micro-batches are equal, the last stage is picked
+            m = self.next[-1 - s]
+            arrives = self.there[-1 - s][m]
+            following = min(following, arrives)
+            if arrives <= now and (backward is None or m < backward[1]):
+                backward = s, m
+            m = self.next[s]
+            arrives = self.there[s][m]
+            if forward is None and arrives < NEVER and self._room(device, s, m):
+                following = min(following, arrives)
+                if arrives <= now:
+                    forward = s, m
+        if forward and (self.eager or not backward):
+            self._run(now, d, Kind.F, *forward)
+        elif backward:
             kind = self._half_or_whole(device, backward[0])
             task = device.late.popleft() if kind is Kind.W else backward
             self._run(now, d, kind, *task)
-            return
-        if forward:
-            self._run(now, d, Kind.F, *forward)
-            return
-        # No forward and no backward is ready. A W may fill the gap until `following`.
-        if device.late:
-            s, _ = device.late[0]
-            end = now + self.loads.seconds[Kind.W][s]
-            if end <= following:
-                self._run(now, d, Kind.W, *device.late.popleft())
-                return
-        if following < NEVER:
+        elif device.late and now + halves_s[device.late[0][0]] <= following:  # a W fills the gap
+            self._run(now, d, Kind.W, *device.late.popleft())
+        elif following < NEVER:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
@@ -147,33 +149,6 @@ class Listing:
             return Kind.I
         return Kind.W if device.late else Kind.B
 
-    def _ready(
-        self,
-        device: _Device,
-        now: float,
-    ) -> tuple[tuple[int, int] | None, tuple[int, int] | None, float]:
-        """Picks the backward and the forward that a device may run now, as stage and micro-batch.
-
-        The backward is the ready one with the lowest micro-batch. The forward is the one on the
-        last stage whose forward is ready and has room. The third result matters only if neither
-        exists: the earliest time at which a task will be ready; `NEVER` if no such time is known.
-        """
-        backward = forward = None
-        following = NEVER
-        for s in reversed(device.stages):  # if micro-batches are equal, the last stage is picked
-            m = self.backward.next[s]
-            arrives = self.backward.there.get((s, m), NEVER)
-            following = min(following, arrives)
-            if arrives <= now and (backward is None or m < backward[1]):
-                backward = s, m
-            m = self.forward.next[s]
-            arrives = self.forward.there.get((s, m), NEVER)
-            if forward is None and arrives < NEVER and self._room(device, s, m):
-                following = min(following, arrives)
-                if arrives <= now:
-                    forward = s, m
-        return backward, forward, following
-
     def _room(
         self,
         device: _Device,
@@ -186,9 +161,8 @@ class Listing:
         needs no more room here: only its backwards are left, which free what it holds.
         """
         kept = self.loads.kept_bytes
-        nexts = self.forward.next
-        ended = self.backward.next
-        is_full = nexts[s] - ended[s] >= self.most[s]
+        nexts = self.next
+        is_full = m - nexts[-1 - s] >= self.most[s]
         if is_full or device.held_bytes + kept[s] > device.cap_bytes:
             return False
         first = min(nexts[stage] for stage in device.stages)  # the first not yet through
@@ -198,7 +172,7 @@ class Listing:
         # the first one comes to hold a whole unit. All of this has to fit together.
         later = kept[s] + device.unit_bytes
         for stage in device.stages:
-            behind_first = nexts[stage] - max(first + 1, ended[stage])
+            behind_first = nexts[stage] - max(first + 1, nexts[-1 - stage])
             later += max(0, behind_first) * kept[stage]
         return later <= device.cap_bytes
 
@@ -219,25 +193,22 @@ class Listing:
         heapq.heappush(self.queue, (end, d))
         if kind is Kind.W:
             return
-        way = self.forward if kind is Kind.F else self.backward
-        way.next[s] += 1
         if kind is Kind.I:
             device.late.append((s, m))
-        # A forward goes on to the next stage, a backward to the stage before; the last stage's
-        # forward is followed by its own backward.
-        to = s + 1 if kind is Kind.F else s - 1
-        if to == len(loads.places):
-            to = s
-            way = self.backward
-        if to < 0:
+        last = len(self.next) - 1
+        hop = s if kind is Kind.F else last - s
+        self.next[hop] += 1
+        if hop == last:
             return
+        after = hop + 1
+        to = min(after, last - after)  # the stage of the next hop
         e = loads.places[to]
         arrives = end
         if takes_s := loads.send_s[min(s, to)]:
             arrives = max(end, self.links.get((d, e), 0.0)) + takes_s
             self.links[d, e] = arrives
-        if way is self.backward:  # a backward may recompute before its cotangents arrive
+        if to == last - after:  # a backward may recompute before its cotangents arrive
             arrives = max(now, arrives - loads.early_s[to])
-        way.there[to, m] = arrives
+        self.there[after][m] = arrives
         ready = max(arrives, self.devices[e].free_s)
         heapq.heappush(self.queue, (ready, e))

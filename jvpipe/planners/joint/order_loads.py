@@ -13,13 +13,12 @@ An order, like a schedule, gives each device a list of tasks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, stage_cost
+from jvpipe.planners.model.stage_cost import stage_cost
 
 ORDERED_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
@@ -35,8 +34,7 @@ class Loads:
             recomputed before them.
         send_s: the seconds of sending values to the next stage, and of returning cotangents from
             there; 0 if that stage is on the same device, or if there is no next stage.
-        kept_bytes: what a micro-batch in flight holds.
-        handed_bytes: what a micro-batch holds between the halves I and W of its backward.
+        more_bytes: for each kind of task, what it adds to the bytes that its device holds.
         room_bytes: per device, what micro-batches in flight may hold; infinite without a limit.
             It is exact for orders with `in_flight` micro-batches on each stage; for any other
             order, `rooms_bytes` corrects it.
@@ -51,16 +49,15 @@ class Loads:
 
     places: tuple[int, ...]
     microbatches: int
-    seconds: dict[Kind, tuple[float, ...]]
-    send_s: tuple[float, ...]
-    kept_bytes: tuple[float, ...]
-    handed_bytes: tuple[float, ...]
-    room_bytes: tuple[float, ...]
-    splits: tuple[bool, ...]
+    seconds: dict[Kind, list[float]]
+    send_s: list[float]
+    more_bytes: dict[Kind, list[float]]
+    room_bytes: list[float]
+    splits: list[bool]
     in_flight: tuple[int, ...]
-    early: tuple[tuple[int, int, int], ...]
-    early_s: tuple[float, ...]
-    updates_s: tuple[float, ...]
+    early: Sequence[tuple[int, int, int]]
+    early_s: list[float]
+    updates_s: list[float]
 
     @staticmethod
     def of(problem: Problem, decision: Decision) -> "Loads":
@@ -73,36 +70,50 @@ class Loads:
         choices = decision.choices
         spans = enumerate(pairwise(decision.bounds))
         stages = [stage_cost(problem, s, i, j, choices) for s, (i, j) in spans]
+        sizes = [stage.held for stage in stages]
         places = problem.places
         # `comm_s` counts both directions of the link before a stage, so each takes half of it.
-        send_s = []
-        for (place, next_place), following in zip(pairwise(places), stages[1:], strict=True):
-            stays = place == next_place
-            send_s.append(0.0 if stays else following.comm_s / 2)
+        send_s = [0.0] * len(stages)
+        for s, (place, following) in enumerate(pairwise(places)):
+            if place != following:
+                send_s[s] = stages[s + 1].comm_s / 2
         updates_s = list[float]()
         room_bytes = list[float]()
         for d in range(problem.devices):
             here = [x for x, place in zip(stages, places, strict=True) if place == d]
             updates_s.append(sum((x.update_s for x in here), 0.0))
-            room_bytes.append(_room_bytes(problem.limit_of(d), here))
+            limit = problem.limit_of(d)
+            room = float("inf")
+            if limit is not None:
+                # `beyond` is what a stage needs while it works. Stages of a device work one at a
+                # time, so only the largest counts.
+                beyond = max(x.held.beyond for x in here)
+                room = float(limit - sum(x.held.static for x in here) - beyond)
+            room_bytes.append(room)
         is_limited = problem.memory_limit_bytes is not None
-        early = _early(problem, decision.bounds) if is_limited else ()
+        early = list(_early(problem, decision.bounds)) if is_limited else []
         seconds = {}
+        more_bytes = {}
         for kind in ORDERED_KINDS:
-            seconds[kind] = tuple(stage.task_s(kind) for stage in stages)
+            traits = KINDS[kind]
+            seconds[kind] = [stage.task_s(kind) for stage in stages]
+            # What a micro-batch in flight holds, and what it holds between I and W.
+            more_bytes[kind] = [
+                float(traits.in_flight * (x.kept + x.swapped) + traits.between * x.handed)
+                for x in sizes
+            ]
         return Loads(
             places=places,
             microbatches=problem.microbatches,
             seconds=seconds,
-            send_s=(*send_s, 0.0),
-            kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),
-            handed_bytes=tuple(float(x.held.handed) for x in stages),
-            room_bytes=tuple(room_bytes),
-            splits=tuple(x.halves_s[1] > 0 for x in stages),
+            send_s=send_s,
+            more_bytes=more_bytes,
+            room_bytes=room_bytes,
+            splits=[x.halves_s[1] > 0 for x in stages],
             in_flight=problem.in_flight,
-            early=tuple(early),
-            early_s=tuple(x.early_s for x in stages),
-            updates_s=tuple(updates_s),
+            early=early,
+            early_s=[x.early_s for x in stages],
+            updates_s=updates_s,
         )
 
     @property
@@ -114,22 +125,20 @@ class Loads:
         """Lists the stages of a device, in the order of the forward."""
         return [s for s, place in enumerate(self.places) if place == d]
 
+    @property
+    def unit_bytes(self) -> list[float]:
+        """For each device, what one micro-batch holds if it is in flight on all of its stages."""
+        return [sum(self.kept_bytes[s] for s in self.stages_on(d)) for d in range(self.devices)]
+
     def peak_bytes(self, tasks: Sequence[Task]) -> float:
         """Counts the most bytes that micro-batches hold at once on a device with these tasks."""
         added = (self.more_bytes[kind][s] for s, kind, _ in tasks)
         return max(accumulate(added, initial=0.0))
 
-    @cached_property
-    def more_bytes(self) -> dict[Kind, list[float]]:
-        """The bytes that a task of each kind adds to what its device holds, for each stage."""
-        more: dict[Kind, list[float]] = {}
-        for kind in ORDERED_KINDS:
-            traits = KINDS[kind]
-            more[kind] = []
-            for kept, handed in zip(self.kept_bytes, self.handed_bytes, strict=True):
-                size = traits.in_flight * kept + traits.between * handed
-                more[kind].append(size)
-        return more
+    @property
+    def kept_bytes(self) -> list[float]:
+        """What a micro-batch in flight holds on each stage."""
+        return self.more_bytes[Kind.F]
 
     def fits(self, order: TaskLists) -> bool:
         """Tells whether each device has room for what an order has in flight."""
@@ -176,22 +185,8 @@ class Loads:
             first_s.setdefault(place, arrived_s)
             works_s[place] += forward_s + backward_s
             arrived_s += forward_s + self.send_s[s]
-        ends_s = []
-        for d, begin_s in first_s.items():
-            work_s = self.microbatches * works_s[d]
-            ends_s.append(begin_s + work_s + self.updates_s[d])
-        return max(ends_s)
-
-
-def _room_bytes(limit: int | None, stages: Sequence[StageCost]) -> float:
-    """Counts what micro-batches in flight may hold on a device: its limit less fixed bytes."""
-    if limit is None:
-        return float("inf")
-    # `beyond` is what a stage needs while it works. Stages of a device work one at a time, so only
-    # the largest counts.
-    beyond = max(stage.held.beyond for stage in stages)
-    static = sum(stage.held.static for stage in stages)
-    return float(limit - static - beyond)
+        M = self.microbatches
+        return max(start_s + M * works_s[d] + self.updates_s[d] for d, start_s in first_s.items())
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -17,9 +17,8 @@ make 1F1B with eager forwards 4 to 5% faster if links pass through a host.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jvpipe.ir.task import TaskLists
 from jvpipe.planners.joint.effort import ORDER
-from jvpipe.planners.joint.order_climb import all_moves, put
+from jvpipe.planners.joint.order_climb import Move, all_moves, make
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_refine import CLIMBED
 from jvpipe.planners.joint.ordered_plan import OrderedPlan, simulated_plan
@@ -39,66 +38,55 @@ def polished(simulated: Sequence[tuple[RuledPlan, OrderedPlan]]) -> Iterator[Ord
         simulated: candidates, whose orders the search begins with, and their simulated plans.
     """
     least_s = min((plan.worth_s for _, plan in simulated), default=0.0)
-    near = [pair for pair in simulated if pair[1].worth_s <= ORDER.near_polish * least_s]
     inexact = list[tuple[RuledPlan, OrderedPlan]]()
-    for one, plan in near:
-        counted_s = Course(one.loads, one.order).step_s
-        if abs(plan.step_s - counted_s) > ROUNDING * plan.step_s:
-            inexact.append((one, plan))
+    for one, plan in simulated:
+        if plan.worth_s <= ORDER.near_polish * least_s:
+            counted_s = Course(one.loads, one.order).step_s
+            if abs(plan.step_s - counted_s) > ROUNDING * plan.step_s:
+                inexact.append((one, plan))
     inexact.sort(key=lambda pair: pair[1].worth_s)
     for one, plan in inexact[: ORDER.polished]:
-        search = _Polish(one, plan)
-        while search.step():
-            pass
-        yield search.best
+        yield _polished(one, plan)
 
 
-class _Polish:
-    """A search from one order: the best plan so far, and the orders that are simulated already."""
+def _polished(one: RuledPlan, best: OrderedPlan) -> OrderedPlan:
+    """Searches from one order; returns the best plan found, which may be the given one.
 
-    def __init__(self, one: RuledPlan, plan: OrderedPlan) -> None:
-        """Begins with a candidate and its simulated plan."""
-        tasks = sum(map(len, one.order))
-        family = one.family.removesuffix(CLIMBED) + CLIMBED
-        self.one = replace(one, family=family)
-        self.best = plan
-        self.stages = evaluate_decision(one.listed, one.decision).stages
-        self.course = Course(one.loads, one.order)
-        self.seen = {one.order}
-        self.left = ORDER.polished_tasks // max(1, tasks)
+    Args:
+        one: the candidate.
+        best: its simulated plan.
+    """
+    tasks = sum(map(len, one.order))
+    left = ORDER.polished_tasks // max(1, tasks)  # how many orders may still be simulated
+    seen = {one.order}
+    one = replace(one, family=one.family.removesuffix(CLIMBED) + CLIMBED)
+    stages = evaluate_decision(one.listed, one.decision).stages
+    course = Course(one.loads, one.order)
+    moves = _moves(course)
+    while moves and left > 0:
+        back = make(course, moves.pop())
+        order = course.order
+        plan = None
+        short_s = best.step_s * (1 - ROUNDING)
+        if order not in seen:
+            seen.add(order)
+            course.run()
+            # The course's seconds are a lower bound, because they leave out waits and swaps. They
+            # are infinite if tasks wait in a circle.
+            if course.step_s < short_s and one.loads.fits(order):
+                left -= 1
+                other = replace(one, order=order)
+                if simulated_step_s(other.listed, stages) < short_s:
+                    plan = simulated_plan(other)  # counts what devices hold in this order exactly
+        if plan and plan.worth_s < best.worth_s:
+            best = plan
+            moves = _moves(course)
+        else:
+            make(course, back)
+    return best
 
-    def step(self) -> bool:
-        """Makes the first move that shortens the step; tells whether there is one."""
-        course = self.course
-        course.follow()
-        for move in sorted(all_moves(course)):
-            if self.left <= 0:
-                return False
-            before = course.lists[move.device]
-            put(course, move, [*before[: move.first], *move.steps, *before[move.end :]])
-            if self._is_faster(course.order):
-                return True
-            put(course, move, before)
-        return False
 
-    def _is_faster(self, order: TaskLists) -> bool:
-        """Simulates the course's order; keeps it if the step is shorter and memory suffices."""
-        if order in self.seen:
-            return False
-        self.seen.add(order)
-        # The course's seconds are a lower bound, because they leave out waits and swaps. They are
-        # infinite if tasks wait in a circle.
-        self.course.run()
-        is_slower = self.course.step_s >= self.best.step_s * (1 - ROUNDING)
-        if is_slower or not self.one.loads.fits(order):
-            return False
-        self.left -= 1
-        other = replace(self.one, order=order)
-        step_s = simulated_step_s(other.listed, self.stages)
-        if step_s >= self.best.step_s * (1 - ROUNDING):
-            return False
-        plan = simulated_plan(other)  # counts what devices hold in this order exactly
-        if plan is None or plan.worth_s >= self.best.worth_s:
-            return False
-        self.best = plan
-        return True
+def _moves(course: Course) -> list[Move]:
+    """Lists all moves of an order whose times are known, the most promising one last."""
+    course.follow()
+    return sorted(all_moves(course), reverse=True)

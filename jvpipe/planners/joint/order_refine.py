@@ -146,8 +146,8 @@ def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
     result may have less room, because a stage may hold more values that arrive before its forward
     (`Loads.early`).
     """
-    room_bytes = tuple(one.loads.rooms_bytes(one.order))
-    order = climbed(replace(one.loads, room_bytes=room_bytes), one.order, moves)
+    roomy = replace(one.loads, room_bytes=one.loads.rooms_bytes(one.order))
+    order = climbed(roomy, one.order, moves)
     if order == one.order or not one.loads.fits(order):
         return one
     return replace(

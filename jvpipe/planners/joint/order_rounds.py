@@ -90,25 +90,25 @@ class Rounds:
         self._loads = loads
         self._rooms = rooms_bytes
         self._rule = rule
-        self._count = loads.devices
-        self._devices = [_DeviceRounds() for _ in range(self._count)]
+        self._stages = range(loads.devices)
+        self._devices = [_DeviceRounds() for _ in self._stages]
         self.order: TaskLists | None = None
         if not all(map(le, loads.kept_bytes, rooms_bytes)):
             return
         self._begin()
         if all(self._round() for _ in range(1, loads.microbatches)):
-            for s in range(self._count):
+            for s in self._stages:
                 self._finish(s)
             self.order = tuple(tuple(device.tasks) for device in self._devices)
 
     def _begin(self) -> None:
         """Runs on each device the forwards before its first backward, and then that backward."""
-        for s in range(self._count):
+        for s in self._stages:
             self._take(s, Kind.F)
         for s, more in enumerate(self._before_backward()):
             for _ in range(more):
                 self._take(s, Kind.F)
-        for s in reversed(range(self._count)):
+        for s in reversed(self._stages):
             self._take(s, Kind.I)
 
     def _before_backward(self) -> list[int]:
@@ -119,9 +119,9 @@ class Rounds:
         limit.
         """
         loads = self._loads
-        more = [0] * self._count
+        more = [0] * loads.devices
         ready_s = 0.0
-        for s in reversed(range(self._count)):
+        for s in reversed(self._stages):
             device = self._devices[s]
             arrives_s = ready_s + loads.send_s[s] - loads.early_s[s]
             taking_s = loads.seconds[Kind.F][s]
@@ -130,9 +130,9 @@ class Rounds:
             held_bytes = device.held_bytes
             # Devices are visited from the last to the first, so `ready_s` is when the next device
             # ends its first backward. Until its cotangents arrive, there is time for forwards.
+            before_s = 0.0 if self._rule.late else taking_s
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
-                needed_s = end_s if self._rule.late else end_s + taking_s
-                if needed_s >= arrives_s:
+                if end_s + before_s >= arrives_s:
                     break
                 end_s += taking_s
                 held_bytes += kept
@@ -140,7 +140,7 @@ class Rounds:
             backward_s = loads.seconds[self._first_half(s)][s]
             ready_s = max(end_s, arrives_s) + backward_s
         # A device cannot be as far ahead as the device that makes its inputs.
-        for s in range(1, self._count):
+        for s in self._stages[1:]:
             if 1 + more[s - 1] < loads.microbatches:
                 fewer = max(0, more[s - 1] - 1)
                 more[s] = min(more[s], fewer)
@@ -149,14 +149,14 @@ class Rounds:
     def _round(self) -> bool:
         """Runs a forward on some devices and a backward on all; False if a forward has no room."""
         loads = self._loads
-        for s in range(self._first_forwarding(), self._count):
+        for s in self._stages[self._first_forwarding() :]:
             if self._devices[s].done(Kind.F) == loads.microbatches:
                 continue
             if not self._make_room(s, loads.kept_bytes[s]):
                 return False
             self._fill(s, Kind.F)
             self._take(s, Kind.F)
-        for s in reversed(range(self._count)):
+        for s in reversed(self._stages):
             if loads.splits[s]:
                 self._make_room(s, loads.more_bytes[Kind.I][s])
             self._fill(s, Kind.I)
@@ -176,7 +176,7 @@ class Rounds:
         first = 0
         if not self._rule.hurries:
             return first
-        for s in range(self._count - 1):
+        for s in self._stages[:-1]:
             done = self._devices[s].done(Kind.F)
             following = self._devices[s + 1].done(Kind.F)
             is_ahead = done >= following + 2 and done != self._loads.microbatches
@@ -203,7 +203,7 @@ class Rounds:
             return True
         # If there is no room for the forward, some W have to run first.
         over = device.held_bytes + loads.kept_bytes[s] - self._rooms[s]
-        handed = loads.handed_bytes[s]
+        handed = -loads.more_bytes[Kind.W][s]
         halves = min(device.late, -(-over // handed)) if over > 0 and handed else 0
         ends_s = device.end_s + seconds[Kind.F][s] + halves * seconds[Kind.W][s]
         idle_s = wanted_s - device.end_s
@@ -234,10 +234,9 @@ class Rounds:
         # The gap that is left is too short for W. Within the slack, waiting is free; a longer gap
         # is filled, although W then delays the next task.
         gap_s = arrives_s - device.end_s
-        if device.late and gap_s > 0:
-            fills = self._rule.fills or gap_s > self._slack_s(s)
-            if fills:
-                self._take(s, Kind.W)
+        fills = self._rule.fills or gap_s > self._slack_s(s)
+        if device.late and gap_s > 0 and fills:
+            self._take(s, Kind.W)
 
     def _finish(self, s: int) -> None:
         """Runs all second halves that a device has left."""
@@ -250,7 +249,7 @@ class Rounds:
         m = self._devices[s].done(kind)
         if kind is Kind.F and s:
             return self._devices[s - 1].ends_s[kind][m] + loads.send_s[s - 1]
-        if kind is Kind.I and s + 1 < self._count:
+        if kind is Kind.I and s + 1 < loads.devices:
             sent_s = self._devices[s + 1].ends_s[kind][m]
             return sent_s + loads.send_s[s] - loads.early_s[s]
         return 0.0
@@ -274,13 +273,11 @@ class Rounds:
 
 
 def in_rounds(loads: Loads, rooms_bytes: Sequence[float]) -> Iterator[TaskLists]:
-    """Yields the orders of all eight forms of the heuristic that fit.
+    """Finds the orders of all eight forms of the heuristic that fit.
 
     Args:
         loads: of the plan's stages, one on each device.
         rooms_bytes: the bytes that micro-batches in flight may hold on each device.
     """
-    for rule in RULES:
-        order = Rounds(loads, rooms_bytes, rule).order
-        if order is not None:
-            yield order
+    orders = (Rounds(loads, rooms_bytes, rule).order for rule in RULES)
+    return filter(None, orders)

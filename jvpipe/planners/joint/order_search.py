@@ -64,8 +64,8 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
 """The rules of each placement. The first must split backwards, as searched orders do."""
-Placement = tuple[tuple[Schedule, ...], DeviceFates]
-"""The rules of a placement, and the search that chooses fates for its devices."""
+Placement = tuple[list[Problem], DeviceFates]
+"""The problem under each rule of a placement, and the search that chooses fates for its devices."""
 
 
 def find_order(problem: Problem) -> OrderedPlan:
@@ -85,9 +85,7 @@ def find_order(problem: Problem) -> OrderedPlan:
     (49.0, 49.0)
     """
     problem, whole = _worth_splitting(problem)
-    placements = [
-        (rules, DeviceFates.of(under(problem, rules[0]))) for rules in _placements(problem)
-    ]
+    placements = [(placed, DeviceFates.of(placed[0])) for placed in _placements(problem)]
     begin = _candidates(problem, placements)
     rivals = list(_own_rivals(problem))
     if _eager_may_win(problem, begin):
@@ -99,11 +97,10 @@ def find_order(problem: Problem) -> OrderedPlan:
         begin += _from_rival(placements, rival)
     candidates = sorted(begin, key=lambda one: one.step_s)
     worth = [*_worth_simulating(problem, candidates), *rivals]
-    pairs = ((one, simulated_plan(one)) for one in worth)
-    simulated = [(one, answer) for one, answer in pairs if answer is not None]
+    simulated = [(one, plan) for one in worth if (plan := simulated_plan(one))]
     if not simulated:
         raise _nothing_fits(problem, floors)
-    answers = [answer for _, answer in simulated] + list(polished(simulated))
+    answers = [plan for _, plan in simulated] + list(polished(simulated))
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
@@ -146,10 +143,8 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
     best = min(answers, key=lambda one: one.worth_s)
     # Devices that lend time share workers, so their measured seconds are uncertain, and a small
     # gain is doubtful.
-    usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
-    if not usual:
-        return best
-    best_usual = min(usual, key=lambda one: one.worth_s)
+    usual = (one for one in answers if one.family == ONE_F_ONE_B.name)
+    best_usual = min(usual, key=lambda one: one.worth_s, default=best)
     doubtful = best.worth_s > (1 - ORDER.doubt * lent) * best_usual.worth_s
     return best_usual if doubtful else best
 
@@ -181,8 +176,7 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Ruled
     """
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()
-    for rules, fates in placements:
-        placed = [under(problem, rule) for rule in rules]
+    for placed, fates in placements:
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
         for bounds in all_cuts(placed[0], cuts) if few else first_cuts(placed[0]):
             below_s = float("inf")
@@ -271,17 +265,15 @@ def _between(moment: Holding) -> Iterator[Holding]:
         yield with_entry(moment, c, (k - 1, 1))
 
 
-def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
-    """Yields the rules of each placement for which the problem has enough layers and devices."""
+def _placements(problem: Problem) -> Iterator[list[Problem]]:
+    """Yields the problem under the rules of each placement, if it has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
     # One device gains nothing by chunks, and layers that carry model state must share a stage.
-    together = problem.devices == 1 or bool(problem.costs.carried)
+    together = problem.devices == 1 or problem.costs.carried
     for rules in PLACEMENTS:
-        rule = rules[0]
-        is_chunked = rule.chunks > 1
-        has_layers = rule.stages_on(problem.devices) <= most_stages
-        if has_layers and not (together and is_chunked):
-            yield rules
+        has_layers = rules[0].stages_on(problem.devices) <= most_stages
+        if has_layers and not (together and rules[0].chunks > 1):
+            yield [under(problem, rule) for rule in rules]
 
 
 def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[RuledPlan]:
@@ -300,9 +292,7 @@ def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[Ruled
     name = schedule.name
     limited = problem.memory_limit_bytes is not None
     rooms = [] if in_flight else _smaller_rooms(loads)
-    if limited:
-        rooms.append(loads.room_bytes)
-    for room in rooms:
+    for room in [*rooms, loads.room_bytes] if limited else rooms:
         for eager in (False, True):
             listing = Listing(loads, room, eager=eager, in_flight=in_flight)
             if listing.order is not None:
@@ -319,20 +309,15 @@ def _listed(plain: RuledPlan, in_flight: tuple[int, ...] = ()) -> Iterator[Ruled
         yield from fitting(plain, order, f"{name}, late by bytes")
 
 
-def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
+def _smaller_rooms(loads: Loads) -> list[list[float]]:
     """Lists, for each of `ORDER.caps`, the room for that many micro-batches times D, the devices.
 
     A room is what micro-batches in flight may hold on each device. A room is left out unless all
     devices really have more.
     """
     D = loads.devices
-    units = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
-    rooms = list[Sequence[float]]()
-    for cap in ORDER.caps:
-        room = [cap * D * unit for unit in units]
-        if all(map(lt, room, loads.room_bytes)):
-            rooms.append(room)
-    return rooms
+    rooms = ([cap * D * unit for unit in loads.unit_bytes] for cap in ORDER.caps)
+    return [room for room in rooms if all(map(lt, room, loads.room_bytes))]
 
 
 def _late(problem: Problem, loads: Loads, d: int) -> int:
@@ -401,7 +386,7 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
     first placement is tried then.
     """
     few = len(problem.costs.layers) <= RULE.few_layers
-    rules = [rules[0] for rules in _placements(problem)]
+    rules = [placed[0].schedule for placed in _placements(problem)]
     return order_floors(problem, rules if few else rules[:1])
 
 
@@ -423,15 +408,15 @@ def _from_rival(
     problem = rival.problem
     decision = rival.decision
     schedule = problem.schedule
-    for rules, fates in placements:
-        rule = rules[0]
+    for placed, fates in placements:
+        rule = placed[0].schedule
         if (rule.chunks, rule.vee) != (schedule.chunks, schedule.vee):
             continue
         stages = evaluate_decision(problem, decision).stages
         swaps = any(stage.held.swapped for stage in stages)
         plain = fates.fastest(problem, decision.bounds) if swaps else decision
         if plain is not None:
-            yield from _listed(RuledPlan.of(under(problem, rule), plain, fates))
+            yield from _listed(RuledPlan.of(placed[0], plain, fates))
 
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:

@@ -31,6 +31,7 @@ simulated.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -115,16 +116,13 @@ class Ground:
         kinds = len(self.counts)
         latency_s = np.zeros((self.places, kinds, kinds))
         byte_s = np.zeros_like(latency_s)
-        for m in range(self.places):
-            for k, r in enumerate(self.counts):
-                behind = m - r // self.unit
-                senders = self.devices(m, r)
-                for after, readers in enumerate(self.counts):
-                    if behind * self.unit < readers:
-                        continue
-                    link = way(senders, self.devices(behind, readers))
-                    latency_s[m, k, after] = 2 * link.latency_s
-                    byte_s[m, k, after] = 1 / link.bytes_per_s
+        numbers = list(enumerate(self.counts))
+        for m, (k, r), (after, readers) in product(range(self.places), numbers, numbers):
+            behind = m - r // self.unit
+            if behind * self.unit >= readers:
+                link = way(self.devices(m, r), self.devices(behind, readers))
+                latency_s[m, k, after] = 2 * link.latency_s
+                byte_s[m, k, after] = 1 / link.bytes_per_s
         return latency_s, byte_s
 
 
@@ -145,13 +143,9 @@ class _Ways(NamedTuple):
     def none(rows: int, columns: int) -> "_Ways":
         """Makes a table without any way."""
         shape = rows, columns
-        return _Ways(
-            key_s=np.full(shape, np.inf),
-            sum_s=np.full(shape, np.inf),
-            slowest_s=np.zeros(shape),
-            kth=np.zeros(shape, dtype=int),
-            cut=np.zeros(shape, dtype=int),
-        )
+        never_s = np.full(shape, np.inf)
+        first = np.zeros(shape, dtype=int)
+        return _Ways(never_s, never_s.copy(), np.zeros(shape), first, first.copy())
 
 
 def paths(
@@ -206,13 +200,10 @@ def _longer(
         c = np.where(sends, latency_s + sizes * byte_s, 0.0)
         fitting_s = ground.segments.fitting_s(ground.size, r, e)
         t = ground.here(fitting_s)[:, :, None]
-        shown_s = ground.shown_s[k][:, :, m]
-        sum_s = t + shown_s + (after.sum_s[:, behind] + c)
-        behind_s = np.maximum(after.slowest_s[:, behind], c)
-        slowest_s = np.maximum(t, behind_s)
+        sum_s = t + ground.shown_s[k][:, :, m] + (after.sum_s[:, behind] + c)
+        slowest_s = np.maximum(t, np.maximum(after.slowest_s[:, behind], c))
         # The period must be finite, because `rest` may be 0, and 0 times infinity is not a number.
-        longest_s = np.maximum(slowest_s, floor_s)
-        period_s = np.minimum(longest_s, 1e300)
+        period_s = np.clip(slowest_s, floor_s, 1e300)
         key_s = sum_s + rest * period_s
         cut = key_s.argmin(1)
         at_cut = cut[:, None]

@@ -36,7 +36,6 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import with_entry
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
-from jvpipe.planners.model.spans import Cuts
 from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -180,7 +179,9 @@ class _ShapeSearch:
         *,
         hasty: bool = False,
     ) -> Iterator[Path]:
-        """Yields paths along the orders of devices.
+        """Yields paths along the orders of devices, which are divided into equal units.
+
+        The devices of a unit are placed together.
 
         Args:
             size: examples of a micro-batch.
@@ -194,31 +195,6 @@ class _ShapeSearch:
             cuts = self.segments.few(cuts, SHAPE.glance_cuts)
             units = SHAPE.glance_units
             stages = SHAPE.glance_stages
-        for ground in self._grounds(size, cuts, units):
-            most_stages = min(
-                ground.places - 1,
-                len(cuts) - 1,
-                self.shapes.pins.count or stages,
-            )
-            yield from paths(ground, most_stages, floor_s)
-
-    def _grounds(
-        self,
-        size: int,
-        cuts: Cuts,
-        units: int,
-    ) -> Iterator[Ground]:
-        """Yields a ground (`Ground`) for each order of devices, divided into equal units.
-
-        The devices of a unit are placed together. If a unit has several devices, there is one more
-        ground, for stages of one device each.
-
-        Args:
-            size: examples of a micro-batch.
-            cuts: where stages may begin or end.
-            units: the most units into which the devices are divided, unless the user has fixed the
-                number of stages.
-        """
         orders = self.shapes.orders
         pins = self.shapes.pins
         counts = self.segments.counts(size)
@@ -231,49 +207,32 @@ class _ShapeSearch:
             orders = tuple(order[: sum(counts)] for order in orders)
         else:  # slow devices may stay idle
             orders += self.shapes.fastest
-        whole = {r for r in counts if r % unit == 0}
-        for order in orders:
-            yield Ground(
-                self.segments,
-                size,
-                order,
-                tuple(sorted(whole)),
-                cuts,
-                unit,
-            )
-        if unit > 1 and not pins.replicas:
+        whole = tuple(sorted({r for r in counts if r % unit == 0}))
+        grounds = [Ground(self.segments, size, order, whole, cuts, unit) for order in orders]
+        if unit > 1 and not pins.replicas:  # one more, for stages of one device each
             few = orders[0][: len(cuts) - 1]
-            yield Ground(
-                self.segments,
-                size,
-                few,
-                (1,),
-                cuts,
-            )
+            grounds.append(Ground(self.segments, size, few, (1,), cuts))
+        for ground in grounds:
+            most_stages = min(ground.places - 1, len(cuts) - 1, pins.count or stages)
+            yield from paths(ground, most_stages, floor_s)
 
     def counted(self, path: Path) -> RoughPlan | None:
         """Makes the rough plan of a path; None if the path does not fit or breaks a pin."""
-        if path in self.seen:
-            return self.seen[path]
-        shape, bounds = path
-        # The None stays if the path is not allowed or does not fit, so each path is counted once.
-        self.seen[path] = None
-        if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
-            problem = self.problem(shape)
-            counted = self._stages.evaluate(problem, bounds)
-            plan = RoughPlan(shape, problem, *counted)
-            if keeps_limits(problem, plan.evaluation):
-                self.seen[path] = plan
+        if path not in self.seen:
+            shape, bounds = path
+            self.seen[path] = None
+            if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
+                problem = self.problem(shape)
+                counted = self._stages.evaluate(problem, bounds)
+                plan = RoughPlan(shape, problem, *counted)
+                if keeps_limits(problem, plan.evaluation):
+                    self.seen[path] = plan
         return self.seen[path]
 
     def ranked(self, every: Iterable[Path]) -> list[RoughPlan]:
         """Lists the rough plans of these paths that fit, the fastest by estimate first."""
-        plans = dict[Path, RoughPlan]()
-        for path in every:
-            plan = self.counted(path)
-            if plan:
-                plans[path] = plan
-        return sorted(plans.values(), key=attrgetter("estimate_s"))
+        counted = map(self.counted, dict.fromkeys(every))
+        return sorted(filter(None, counted), key=attrgetter("estimate_s"))
 
     def simulate(self, plans: Iterable[RoughPlan]) -> None:
         """Simulates the plans that were not simulated before."""
@@ -318,10 +277,8 @@ class _ShapeSearch:
         cuts = self.segments.cuts.tolist()
         for s in range(1, len(bounds) - 1):
             at = cuts.index(bounds[s])
-            before = bounds[s - 1]
-            after = bounds[s + 1]
             for b in cuts[max(0, at - 2) : at + 3]:
-                if before < b < after:
+                if bounds[s - 1] < b < bounds[s + 1]:
                     yield shape, with_entry(bounds, s, b)
         at = self.shapes.sizes.index(shape.size)
         for size in self.shapes.sizes[max(0, at - 1) : at + 2]:
@@ -342,21 +299,16 @@ class _ShapeSearch:
         for s, (a, b) in enumerate(pairwise(counts)):
             before = counts[:s]
             after = counts[s + 2 :]
-            without_bound = (*bounds[: s + 1], *bounds[s + 2 :])
-            yield (*before, a + b, *after), without_bound
+            yield (*before, a + b, *after), (*bounds[: s + 1], *bounds[s + 2 :])
             if a != b:
                 exchanged = (*before, b, a, *after)
                 yield exchanged, self._balanced(shape.size, exchanged)
         for s, count in enumerate(counts):
-            before = counts[:s]
-            after = counts[s + 1 :]
-            first = bounds[: s + 1]
-            last = bounds[s + 1 :]
             parts = {1, count // 2, count - 1} - {0, count}
-            inside = (b for b in self.segments.coarse.tolist() if first[-1] < b < last[0])
-            for b, part in product(inside, parts):
-                split = (*before, part, count - part, *after)
-                yield split, (*first, b, *last)
+            for b, part in product(self.segments.coarse.tolist(), parts):
+                if bounds[s] < b < bounds[s + 1]:
+                    split = (*counts[:s], part, count - part, *counts[s + 1 :])
+                    yield split, (*bounds[: s + 1], b, *bounds[s + 1 :])
 
     def _placed(
         self,
@@ -392,9 +344,9 @@ def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
         devices: the number of all devices.
     """
     for a, more in enumerate(replicas):
-        if sum(replicas) < devices:
-            yield with_entry(replicas, a, more + 1)
+        larger = with_entry(replicas, a, more + 1)
+        if sum(larger) <= devices:
+            yield larger
         for b, less in enumerate(replicas):
             if a != b and less > 1:
-                given = with_entry(replicas, b, less - 1)
-                yield with_entry(given, a, more + 1)
+                yield with_entry(larger, b, less - 1)
