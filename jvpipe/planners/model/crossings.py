@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.cost.costs import Edge
-from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
+from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, hops
 
 
 class Crossings:
@@ -49,17 +49,11 @@ class Crossings:
         self._n = n
         self._values = _hops(edges)
         self._cotangents = _hops(e for e in edges if e.differentiable)
-        self._received = _hops(whole).spans()
-        self._returned = _hops(e for e in whole if e.differentiable).spans()
+        self._received = Spans(*_hops(whole)[1:])
+        self._returned = Spans(*_hops(e for e in whole if e.differentiable)[1:])
         # A value crosses all cuts up to its last reader, and its cotangent crosses them back.
-        sent = Hops.of(
-            (e.producer, [max(e.readers)], (1 + e.differentiable) * e.bytes) for e in whole
-        )
-        self._sent = Spans(
-            self._mirrored(sent.b),
-            self._mirrored(sent.a),
-            sent.bytes,
-        )
+        sent = ((e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in whole)
+        self._sent = self._mirrored(*hops(tuple(sent))[1:])
         self._early_spans = cache(self._early)
         self._late_spans = cache(self._late)
 
@@ -91,16 +85,19 @@ class Crossings:
             starts: where segments begin.
             ends: where they end.
         """
-        reach = min(len(in_flight) - 1, self._values.reach)
-        near = in_flight[len(in_flight) - 1 - reach :]
-        more = tuple(before - after for before, after in pairwise(near))
-        count = min(later, self._cotangents.longest)
-        early = self._early_spans(more[::-1]).over(starts, ends)
-        return early + self._backwards(self._late_spans(count), starts, ends)
+        producer, _, reader, _ = self._values
+        _, sender, last, _ = self._cotangents
+        reach = (reader - producer).max(initial=0)
+        longest = int((last - sender).max(initial=0))
+        more = [before - after for before, after in pairwise(in_flight)]
+        early = self._early_spans(tuple(more[::-1][:reach]))
+        late = self._late_spans(min(later, longest))
+        return early.over(starts, ends) + self._backwards(late, starts, ends)
 
-    def _mirrored(self, layers: Cuts) -> Cuts:
-        """Counts layers from the end, so that a segment's mirror image receives what it sends."""
-        return self._n - 1 - layers
+    def _mirrored(self, a: np.ndarray, b: np.ndarray, w: np.ndarray) -> Spans:
+        """Makes spans with layers counted from the end, so that what leaves a segment enters it."""
+        last = self._n - 1
+        return Spans(last - b, last - a, w)
 
     def _backwards(
         self,
@@ -124,13 +121,11 @@ class Crossings:
                 minus those in flight d - 1 stages before this one. Most stages of a model
                 without long edges have the same `more`, and share the result.
         """
-        hops = self._values
-        parts = []
-        for d, times in enumerate(more, 1):
-            far = hops.at(hops.b - hops.producer >= d)
-            begin = np.maximum(far.a, far.producer + d - 1)
-            parts.append((begin, far.b, times * far.bytes))
-        return joined_spans(parts)
+        producer, a, b, sizes = self._values
+        times = np.array(more, dtype=np.int64)[:, None]
+        d = np.arange(1, len(more) + 1)[:, None]
+        # Spans that would begin after their end, because b is less than d away, are dropped.
+        return Spans(np.maximum(a, producer + d - 1), b, times * sizes)
 
     def _late(self, count: int) -> Spans:
         """Makes the spans of waiting cotangents, in the mirrored model.
@@ -141,17 +136,13 @@ class Crossings:
 
         Args:
             count: the most stages that a sender may be away: the number of stages after
-                this one, or the layers of the longest hop (`Hops.longest`), if fewer.
+                this one, or the layers of the longest hop, if fewer.
         """
-        hops = self._cotangents
-        parts = []
-        for d in range(1, count + 1):
-            far = hops.at(hops.b - hops.a >= d)
-            begin = self._mirrored(far.b - d + 1)
-            parts.append((begin, self._mirrored(far.a), far.bytes))
-        return joined_spans(parts)
+        _, a, b, sizes = self._cotangents
+        d = np.arange(1, count + 1)[:, None]
+        return self._mirrored(a, b - d + 1, sizes)
 
 
 def _hops(edges: Iterable[Edge]) -> Hops:
     """Makes the hops of edges, from producers to readers and from reader to reader."""
-    return Hops.of((edge.producer, edge.readers, edge.bytes) for edge in edges)
+    return hops(tuple((edge.producer, edge.readers, edge.bytes) for edge in edges))

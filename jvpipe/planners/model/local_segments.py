@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jvpipe.cost.costs import Costs, Option, bounds_inside
 from jvpipe.cost.hardware import Link
-from jvpipe.planners.model.grids import between, link_seconds, shown_s, sums
+from jvpipe.planners.model.grids import between, reduce_s, sums
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Group, Problem
 from jvpipe.planners.model.segments import Segments
@@ -221,15 +221,12 @@ class LocalSegments:
             link: the all-reduce as a link, such as `Group.reduces`.
         """
         layers = self.shapes.local.costs[-1].layers
-        reduced = sums(layer.reduced_bytes for layer in layers)
-        whole_s = link_seconds(link, between(reduced, self.coarse, self.coarse))
-        if not self.shapes.model.overlaps:
-            return whole_s
-        _, backward_s = self.layer_s(b)
-        return shown_s(
-            whole_s,
-            between(sums(backward_s), self.coarse, self.coarse),
+        return reduce_s(
             link,
+            sums(layer.reduced_bytes for layer in layers),
+            sums(self.layer_s(b)[1]) if self.shapes.model.overlaps else None,
+            self.coarse,
+            self.coarse,
         )
 
     def counts(self, size: int) -> tuple[int, ...]:
