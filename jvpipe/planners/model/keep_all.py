@@ -19,7 +19,7 @@ from jvpipe.planners.model.grids import OverJ, between, most_up_to, sums
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import CutBlock, Segments
 from jvpipe.planners.model.spans import Cuts, Grid
-from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
+from jvpipe.planners.model.stage_bytes import option_bytes
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class KeptBytes:
             kept: for each layer, the bytes that it keeps of a micro-batch.
             working: for each layer, the bytes that it needs only while it runs.
         """
-        starts = block.starts
-        ends = block.ends
+        starts, ends = block.starts, block.ends
         in_the_end = between(sums(kept), starts, ends) + block.shared_bytes
         at_work = segments.at_work(starts, ends, kept, working)
         beyond = most_up_to(at_work, starts, ends) - in_the_end
@@ -66,7 +65,7 @@ class KeptBytes:
             fixed_bytes: the result of `Segments.fixed_bytes`. It includes the shared values of all
                 micro-batches in flight. They are subtracted, because `kept` includes them, too.
         """
-        return fixed_bytes + on_device_bytes(in_flight, self.kept - self.shared) + self.beyond
+        return fixed_bytes + in_flight * (self.kept - self.shared) + self.beyond
 
 
 class KeepAll:
@@ -99,10 +98,10 @@ class KeepAll:
             return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
         fixed_bytes = self.segments.fixed_bytes(s, self.cuts, self.cuts)
         peak_bytes = self._kept.peak(self.segments.in_flight[s], fixed_bytes)
-        if self.problem.group(s).replicas == 1:
-            return self._inside(peak_bytes)
-        reducing_bytes = self.segments.block(s, self.cuts, self.cuts).reducing_bytes
-        return self._inside(np.maximum(peak_bytes, reducing_bytes))
+        if self.problem.group(s).replicas > 1:
+            reducing_bytes = self.segments.block(s, self.cuts, self.cuts).reducing_bytes
+            peak_bytes = np.maximum(peak_bytes, reducing_bytes)
+        return self._inside(peak_bytes)
 
     @cached_property
     def _block(self) -> CutBlock:
@@ -116,12 +115,7 @@ class KeepAll:
         layers = [option_bytes(layer, layer.options[0]) for layer in self.segments.costs.layers]
         kept = np.array([float(x.kept) for x in layers])
         working = np.array([float(x.working) for x in layers])
-        return KeptBytes.of(
-            self.segments,
-            self._block,
-            kept,
-            working,
-        )
+        return KeptBytes.of(self.segments, self._block, kept, working)
 
     @property
     def kept_bytes(self) -> Grid:

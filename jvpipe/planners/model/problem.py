@@ -117,8 +117,7 @@ class Problem:
     lent: float = 0.0
 
     def __post_init__(self) -> None:
-        layers = len(self.costs.layers)
-        chunks = self.schedule.chunks
+        layers, chunks = len(self.costs.layers), self.schedule.chunks
         if self.stages % chunks:
             raise ValueError(
                 f"{self.stages} stages: {self.schedule.name} has {chunks} per device, "
@@ -230,8 +229,7 @@ class Problem:
         if sender == receiver:
             return INFINITE
         goes_back = sender == receiver + 1
-        link = self.at_places[sender if goes_back else receiver].receives
-        return self.peer if link is None else link
+        return self.at_places[sender if goes_back else receiver].receives or self.peer
 
     def link_out_of(self, s: int) -> Link:
         """Returns the link over which a stage sends values and gets cotangents back."""
@@ -248,8 +246,8 @@ class Problem:
         limit = self.memory_limit_bytes
         if limit is None:
             return ()
-        by_number = {d: limit - group.less_bytes for group in self.at_places for d in group.devices}
-        return tuple(by_number[number] for number in sorted(by_number))
+        pairs = ((d, limit - group.less_bytes) for group in self.at_places for d in group.devices)
+        return tuple(of_device for _, of_device in sorted(pairs))
 
     @property
     def unlike_limits(self) -> bool:
@@ -284,9 +282,8 @@ class Problem:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
             if key not in cache:
-                # An empty slowness makes no layer slower.
                 slower = tuple(map(LayerCost.slower, costs.layers, group.slowness))
-                cache[key] = slower or costs.layers
+                cache[key] = slower or costs.layers  # an empty slowness makes no layer slower
             every.append(cache[key])
         return every
 
@@ -322,12 +319,7 @@ class Problem:
         >>> apart.memory_limit_bytes, apart.limit_of(1), apart.layers_on(1)[0].forward_s
         (24, 11, 2.0)
         """
-        limit, groups = single_groups(
-            slowness,
-            limits,
-            names,
-            numbers,
-        )
+        limit, groups = single_groups(slowness, limits, names, numbers)
         return replace(self, memory_limit_bytes=limit, groups=groups)
 
 
@@ -350,18 +342,18 @@ def single_groups(
         groups, and `names` and `numbers` are lost.
     """
     limit = max(limits, default=None)
-    groups = list[Group]()
-    for at, slower in enumerate(slowness):
-        group = Group(
+    groups = tuple(
+        Group(
             devices=(numbers[at] if numbers else at,),
             slowness=slower,
             less_bytes=0 if limit is None else limit - limits[at],
             name=names[at] if names else "",
         )
-        groups.append(group)
+        for at, slower in enumerate(slowness)
+    )
     # Devices that are all alike need no groups, and planning is faster without groups.
     are_alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
-    return limit, () if are_alike else tuple(groups)
+    return limit, () if are_alike else groups
 
 
 Entry = TypeVar("Entry")
@@ -416,8 +408,8 @@ class Decision:
             planner: the name of the planner that made the decision.
             where: the devices of each stage; None: those of the problem.
         """
-        ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
-        where = problem.where if where is None else where
+        ids = problem.costs.ids or tuple(range(self.bounds[-1]))
+        where = where or problem.where
         stages = []
         for s, (i, j) in enumerate(pairwise(self.bounds)):
             costs = problem.costs_of(s)
@@ -425,11 +417,7 @@ class Decision:
             for layer in range(i, j):
                 fates.update(self._fates(costs, layer))
             stages.append(Stage(ids[i:j], where[s], fates))
-        return Plan(
-            tuple(stages),
-            problem.schedule.name,
-            planner,
-        )
+        return Plan(tuple(stages), problem.schedule.name, planner)
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
         """Returns the fates of a layer's values, by name; `costs` are those of its stage."""

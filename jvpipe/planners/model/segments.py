@@ -34,7 +34,6 @@ from jvpipe.planners.model.grids import (
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shared_state import surely_spared_bytes
 from jvpipe.planners.model.spans import Cuts, Grid, Spans, hops
-from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 ROWS_AT_ONCE = 256
 """For models of at most this many layers, `Segments.row` makes all rows of a stage at once.
@@ -205,7 +204,7 @@ class Segments:
         following = self.problem.stages - 1 - s
         tensors = self._tensors.over(starts, ends)
         copies = self._copies.over(starts, ends)
-        shared = on_device_bytes(k[s], tensors) + self.versions[s] * copies
+        shared = k[s] * tensors + self.versions[s] * copies
         static = between(self.static_bytes(s), starts, ends)
         fixed = static + shared + self._crossings.waiting_bytes(k, following, starts, ends)
         replicas = self.problem.group(s).replicas
@@ -286,7 +285,7 @@ class Segments:
                 starts,
                 ends,
             )
-            static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
+            static = fixed_bytes - self.in_flight[s] * shared_bytes
             copies = reducing_copies(group.replicas)
             reducing_bytes = static + copies * most_of(self._reduced_bytes, starts, ends)
         return CutBlock(

@@ -46,10 +46,8 @@ class Shape:
             replicas: how many devices each place has.
             size: examples of a micro-batch.
         """
-        places = []
-        for start, count in zip(starts, replicas, strict=True):
-            devices = order[start : start + count]
-            places.append(tuple(sorted(devices)))
+        spans = zip(starts, replicas, strict=True)
+        places = (tuple(sorted(order[start : start + count])) for start, count in spans)
         return Shape(tuple(places), size)
 
     @property
@@ -132,11 +130,8 @@ class Shapes:
             names: the kind of each device, for messages; empty: no names.
         """
         limit, groups = single_groups(slowness, limits, names)
-        return replace(
-            self,
-            model=replace(self.model, memory_limit_bytes=limit),
-            apart=groups,
-        )
+        model = replace(self.model, memory_limit_bytes=limit)
+        return replace(self, model=model, apart=groups)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -167,17 +162,15 @@ class Shapes:
         per_machine = self.cluster.devices_per_machine
         machines = self.devices // per_machine
         orders = [tuple(range(self.devices))]
-        # Another order makes a difference only if several machines have several devices each.
-        # Devices of one machine are then nearer to each other than to those of other machines.
-        if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
+        if self.devices % per_machine == 0:
             sizes = [q for q in range(2, machines + 1) if machines % q == 0]
             # One block of all machines is tried, and blocks of the next smaller size.
             for q in sizes[-2:]:
-                by_block = devices.reshape(machines // q, q, per_machine)
-                turned = by_block.transpose(0, 2, 1)
-                orders.append(tuple(turned.ravel().tolist()))
+                by_block = devices.reshape(-1, q, per_machine)
+                orders.append(tuple(by_block.transpose(0, 2, 1).ravel().tolist()))
         if self.apart:
             orders += map(tuple, sorted_orders(self.apart))
+        # If machines have one device each, or if there is one machine, all orders are the first.
         return tuple(dict.fromkeys(orders))
 
     @cached_property
@@ -195,14 +188,13 @@ class Shapes:
         for p, devices in enumerate(shape.places):
             # Replicas wait for the one with the largest share, so this share counts.
             share = -(-shape.size // len(devices))
-            is_whole = share == shape.size
             group = replace(
                 self._joined(devices),
-                costs=None if is_whole else self.local.at(share),
+                costs=None if share == shape.size else self.local.at(share),
                 # For p = 0, this is the link from the last place, as in a loop of stages.
                 receives=self.cluster.way(shape.places[p - 1], devices),
                 reduces=self.cluster.reducing(devices),
-                machines=self._machines(devices),
+                machines=self.cluster.machines_of(devices) if self.cluster.machines > 1 else (),
             )
             groups.append(group)
         costs = self.local.at(shape.size)
@@ -228,23 +220,16 @@ class Shapes:
             slowness = [kind.slowness or (1.0,) * self.layers for kind in kinds]
             slowest = tuple(map(max, zip(*slowness, strict=True)))
         names = dict.fromkeys(kind.name for kind in kinds if kind.name)
-        return Group(
-            devices,
-            slowest,
-            max(kind.less_bytes for kind in kinds),
-            ", ".join(names),
-        )
-
-    def _machines(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Lists the machines of devices; empty if the cluster has one machine."""
-        return self.cluster.machines_of(devices) if self.cluster.machines > 1 else ()
+        less_bytes = max(kind.less_bytes for kind in kinds)
+        return Group(devices, slowest, less_bytes, ", ".join(names))
 
 
 def sorted_orders(groups: Sequence[Group]) -> list[list[int]]:
     """Lists the groups by their speed, then by their memory, each of them falling and rising."""
-    orders = []
-    for quality in (lambda group: group.mean_slowness, lambda group: group.less_bytes):
-        for rising in (False, True):
-            order = sorted(range(len(groups)), key=lambda d: quality(groups[d]), reverse=rising)
-            orders.append(order)
-    return orders
+    by_speed = [group.mean_slowness for group in groups]
+    by_memory = [group.less_bytes for group in groups]
+    return [
+        sorted(range(len(groups)), key=rank.__getitem__, reverse=rising)
+        for rank in (by_speed, by_memory)
+        for rising in (False, True)
+    ]

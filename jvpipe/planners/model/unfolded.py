@@ -10,6 +10,7 @@ better plan may exist, because the stages of a device need not hold equal parts 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -31,13 +32,12 @@ class UnfoldedLists:
     def __call__(self, stages: int, microbatches: int) -> TaskLists:
         """Makes the list of tasks of each stage."""
         lists: list[list[Task]] = [[] for _ in range(stages)]
-        for tasks in self.schedule.tasks(stages // self.schedule.chunks, microbatches):
-            for task in tasks:
-                # A first half becomes the whole backward, and a second half is left out.
-                if info := KINDS[task.kind].between:
-                    lists[task.stage] += [task._replace(kind=Kind.B)] if info > 0 else []
-                else:
-                    lists[task.stage].append(task)
+        devices = stages // self.schedule.chunks
+        for task in chain.from_iterable(self.schedule.tasks(devices, microbatches)):
+            # A first half becomes the whole backward, and a second half is left out.
+            half = KINDS[task.kind].between
+            if half >= 0:
+                lists[task.stage].append(task._replace(kind=Kind.B) if half else task)
         return tuple(map(tuple, lists))
 
 
@@ -49,16 +49,16 @@ def unfolded(problem: Problem) -> Problem:
     >>> text(UnfoldedLists(find_schedule("interleaved"))(4, 2)[3])
     '3F0 3B0 3F1 3B1'
     """
-    name = f"{problem.schedule.name}, unfolded"
-    costs = replace(problem.costs, together=problem.together)
     links = [problem.link_into(s) for s in range(problem.stages)]
-    groups = list[Group]()
+    groups: tuple[Group, ...] = ()
     # Devices that are alike need no groups, unless the links between them differ.
     if problem.groups or any(link != problem.peer for link in links):
-        for place, link in zip(problem.places, links, strict=True):
-            groups.append(replace(problem.at_places[place], receives=link))
+        each = enumerate(links)
+        groups = tuple(replace(problem.group(s), receives=link) for s, link in each)
+    costs = replace(problem.costs, together=problem.together)
+    name = f"{problem.schedule.name}, unfolded"
     schedule = Schedule(name=name, lists=UnfoldedLists(problem.schedule))
-    return replace(problem, costs=costs, schedule=schedule, groups=tuple(groups))
+    return replace(problem, costs=costs, schedule=schedule, groups=groups)
 
 
 def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
@@ -91,10 +91,8 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
         limit = problem.memory_limit_bytes
         if limit is None:
             return decide(apart)
-        best = None
-        refused = None
-        low = 0
-        high = limit
+        best = refused = None
+        low, high = 0, limit
         # The whole limit is tried first. If its plan fits the devices, or if it has no plan, the
         # search ends. Otherwise the interval is halved. A budget is too small if nothing fits it,
         # and too large if the stages of a device together are over the device's limit.
