@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jvpipe.ir.compiled_stage import CompiledStage
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.rough_plan import RoughPlan
@@ -90,8 +92,7 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     first = answers[0]
     assert first.evaluation is not None, "there is a plan, or a reason why there is none"
     held_bytes = device_bytes(problem, first.evaluation.stages)
-    over = needed_bytes(problem, held_bytes)
-    place = over.index(max(over))
+    place = int(np.argmax(needed_bytes(problem, held_bytes)))
     where = "device" if problem.schedule.chunks > 1 else "stage"
     return (
         f"{first.planner} looks at no limit: its plan takes {held_bytes[place]} bytes on {where} "

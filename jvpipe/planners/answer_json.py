@@ -24,9 +24,8 @@ def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
         answer: an answer that has a plan.
     """
     assert answer.evaluation is not None
-    stages = list[dict[str, Any]]()
+    stages = []
     for stage, cost in zip(plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
-        input_s, weight_s = cost.halves_s
         state = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
         stages.append(
             {
@@ -40,8 +39,8 @@ def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
                 "comm_s": cost.comm_s,
                 "peak_bytes": cost.peak_bytes,
                 "in_flight": cost.in_flight,
-                "input_s": input_s,
-                "weight_s": weight_s,
+                "input_s": cost.halves_s[0],
+                "weight_s": cost.halves_s[1],
                 "reduce_s": cost.reduce_s,
                 "update_s": cost.update_s,
                 "host_bytes": cost.host_bytes,
@@ -54,16 +53,13 @@ def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
 
 def shapes_json(answer: Answer) -> list[dict[str, Any]]:
     """Returns the best plan of each kind of shape that the planner tried, the fastest first."""
-    shapes = list[dict[str, Any]]()
-    for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s):
-        bounds = plan.decision.bounds
-        shapes.append(
-            {
-                "shape": kind,
-                "replicas": list(plan.shape.replicas),
-                "layers_per_stage": [end - first for first, end in pairwise(bounds)],
-                "microbatches": plan.problem.microbatches,
-                "step_s": plan.step_s,
-            }
-        )
-    return shapes
+    return [
+        {
+            "shape": kind,
+            "replicas": list(plan.shape.replicas),
+            "layers_per_stage": [end - first for first, end in pairwise(plan.decision.bounds)],
+            "microbatches": plan.problem.microbatches,
+            "step_s": plan.step_s,
+        }
+        for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
+    ]

@@ -29,7 +29,12 @@ from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, hops
 
 
 class Crossings:
-    """The values of a model that cross bounds."""
+    """The values of a model that cross bounds.
+
+    Attributes:
+        received: counts the bytes of values that segments read from earlier layers.
+        returned: counts the bytes of the cotangents that segments return for these values.
+    """
 
     def __init__(
         self,
@@ -49,21 +54,13 @@ class Crossings:
         self._n = n
         self._values = _hops(edges)
         self._cotangents = _hops(e for e in edges if e.differentiable)
-        self._received = Spans(*_hops(whole)[1:])
-        self._returned = Spans(*_hops(e for e in whole if e.differentiable)[1:])
+        self.received = Spans(*_hops(whole)[1:]).over
+        self.returned = Spans(*_hops(e for e in whole if e.differentiable)[1:]).over
         # A value crosses all cuts up to its last reader, and its cotangent crosses them back.
         sent = ((e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in whole)
         self._sent = self._mirrored(*hops(tuple(sent))[1:])
         self._early_spans = cache(self._early)
         self._late_spans = cache(self._late)
-
-    def received(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes of values that segments read from earlier layers."""
-        return self._received.over(starts, ends)
-
-    def returned(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes of the cotangents that segments return for the values they received."""
-        return self._returned.over(starts, ends)
 
     def sent(self, starts: Cuts, ends: Cuts) -> Grid:
         """Counts the bytes of values for later layers, and of the cotangents that come back."""
@@ -106,8 +103,7 @@ class Crossings:
         ends: Cuts,
     ) -> Grid:
         """Sums spans of the mirrored model over segments; [i, j) is [n - j, n - i) there."""
-        mirrored = spans.over(self._n - ends[::-1], self._n - starts[::-1])
-        return mirrored[::-1, ::-1].T
+        return spans.over(self._n - ends[::-1], self._n - starts[::-1])[::-1, ::-1].T
 
     def _early(self, more: tuple[int, ...]) -> Spans:
         """Makes the spans of values that arrive early.

@@ -86,8 +86,7 @@ def ends_up_to(starts: Cuts, ends: Cuts) -> Cuts:
 
 def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     """Counts the seconds of transfers on a link; `sizes` are their bytes, 0 for no transfer."""
-    seconds = link.latency_s + sizes / link.bytes_per_s
-    return np.where(sizes > 0, seconds, 0.0)
+    return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)
 
 
 def reduce_s(

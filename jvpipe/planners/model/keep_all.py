@@ -135,5 +135,5 @@ def least_kept_bytes(problem: Problem) -> float:
     >>> least_kept_bytes(Problem(costs, 2, find_schedule("gpipe"), 4))
     160.0
     """
-    kept = KeepAll(problem)
-    return least_path(map(kept.peak_bytes, range(problem.stages)), np.maximum)[0]
+    peak_bytes = map(KeepAll(problem).peak_bytes, range(problem.stages))
+    return least_path(peak_bytes, np.maximum)[0]

@@ -47,9 +47,9 @@ class LocalSegments:
         self.pins = shapes.pins
         forbidden = bounds_inside(shapes.local.costs[-1].together)
         self.cuts = np.array([b for b in range(shapes.layers + 1) if b not in forbidden])
-        crossed = sorted(forbidden & set(self.pins.bounds or ()))
+        crossed = forbidden.intersection(self.pins.bounds or ())
         if crossed:
-            b = crossed[0]
+            b = min(crossed)
             raise ValueError(
                 f"cuts {self.pins.cuts}: layers {b - 1} and {b} must share a stage",
             )
@@ -92,8 +92,7 @@ class LocalSegments:
         costs = self.shapes.local.at(sizes[len(sizes) // 2])
         segments = Segments(_of_stages(costs, 1, 1))
         inner = cuts[1:-1]
-        gradients = sums(layer.reduced_bytes for layer in costs.layers)
-        works = segments.compute_s, gradients
+        works = segments.compute_s, sums(layer.reduced_bytes for layer in costs.layers)
         work = sum(total[inner] / max(total[-1], 1e-30) for total in works) / 2
         sections = np.ceil(work * (count - 2))
         fewest_last = np.argsort(-segments.crossing_bytes[inner], kind="stable")
@@ -116,9 +115,8 @@ class LocalSegments:
 
     def between(self, layers: PerLayer) -> Grid:
         """Sums a number per layer over each segment; infinite for segments without layers."""
-        inside = self.coarse > self.coarse[:, None]
-        taken = between(sums(layers), self.coarse, self.coarse)
-        return np.where(inside, taken, np.inf)
+        cuts = self.coarse
+        return np.where(cuts > cuts[:, None], between(sums(layers), cuts, cuts), np.inf)
 
     def _crossing_bytes(self, size: int) -> Grid:
         """Counts the bytes that each segment receives and returns for `size` examples."""
@@ -145,8 +143,7 @@ class LocalSegments:
         if fits[0, -1]:
             return kept_s  # even the whole model fits
         again_fits = self.peak_bytes(size, replicas, behind, again=True) <= limit
-        otherwise_s = np.where(again_fits, self.again_s(b), np.inf)
-        return np.where(fits, kept_s, otherwise_s)
+        return np.where(fits, kept_s, np.where(again_fits, self.again_s(b), np.inf))
 
     def again_s(self, b: int) -> Grid:
         """Counts the seconds of each segment on `b` examples if all its forwards run again."""
@@ -205,13 +202,7 @@ class LocalSegments:
         if again:
             costs = computing_again(costs)
         stages = min(3, self.shapes.layers)
-        problem = _of_stages(
-            costs,
-            stages,
-            microbatches,
-            replicas,
-        )
-        return KeepAll(problem, cuts=self.coarse)
+        return KeepAll(_of_stages(costs, stages, microbatches, replicas), self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
         """Counts the seconds that each segment's all-reduce of gradients adds to a step.
@@ -252,22 +243,14 @@ def _of_stages(
     replicas: int = 1,
 ) -> Problem:
     """Makes a problem of stages on equal devices, with links that carry one byte per second."""
-    group = Group(tuple(range(replicas)))
-    return Problem(
-        costs,
-        stages,
-        ONE_F_ONE_B,
-        microbatches,
-        peer=Link(1.0),
-        groups=(group,) * stages,
-    )
+    groups = (Group(tuple(range(replicas))),) * stages
+    return Problem(costs, stages, ONE_F_ONE_B, microbatches, peer=Link(1.0), groups=groups)
 
 
 def computing_again(costs: Costs) -> Costs:
     """Returns the costs of layers that keep only their inputs and recompute everything else."""
     layers = []
     for layer in costs.layers:
-        extra_bytes = recompute_peak_bytes(layer)
-        again = Option(0, extra_s=layer.forward_s, extra_bytes=extra_bytes)
+        again = Option(0, extra_s=layer.forward_s, extra_bytes=recompute_peak_bytes(layer))
         layers.append(replace(layer, options=(again,)))
     return replace(costs, layers=tuple(layers))

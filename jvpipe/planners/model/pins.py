@@ -34,8 +34,8 @@ class Pins:
     @property
     def _counts(self) -> list[int]:
         """The numbers of stages that `stages`, `replicas` and `cuts` give, if they are fixed."""
-        lengths = (None if each is None else len(each) for each in (self.replicas, self.cuts))
-        return [count for count in (self.stages, *lengths) if count is not None]
+        lengths = [len(each) for each in (self.replicas, self.cuts) if each is not None]
+        return lengths if self.stages is None else [self.stages, *lengths]
 
     @property
     def bounds(self) -> tuple[int, ...] | None:
@@ -107,9 +107,10 @@ class Pins:
                 f"replicas {self.replicas} take {sum(self.replicas)} devices, "
                 f"there are {devices}: use fewer replicas, or more devices"
             )
-        if (self.count or 1) > min(devices, layers):
+        most = min(devices, layers)
+        if (self.count or 1) > most:
             raise ValueError(
-                f"{self.count} stages: there can be 1 to {min(devices, layers)}, "
+                f"{self.count} stages: there can be 1 to {most}, "
                 f"for {devices} devices and {layers} layers"
             )
         if self.cuts is not None and sum(self.cuts) != layers:

@@ -334,5 +334,4 @@ class Segments:
     @cached_property
     def crossing_bytes(self) -> OverJ:
         """For each j, the bytes of values and cotangents that cross a cut before layer j."""
-        ends = np.arange(self.n + 1)
-        return self._crossings.sent(np.array([0]), ends)[0]
+        return self._crossings.sent(np.array([0]), np.arange(self.n + 1))[0]

@@ -126,8 +126,7 @@ def recompute_s(layer: LayerCost) -> float:
     seconds. If even the last option leaves something, the whole forward runs again.
     """
     last = layer.options[-1]
-    leaves = last.kept_bytes + last.swapped_bytes
-    return layer.forward_s if leaves else last.extra_s
+    return layer.forward_s if last.kept_bytes + last.swapped_bytes else last.extra_s
 
 
 def recomputed_bytes(layer: LayerCost) -> LayerBytes:

@@ -39,11 +39,11 @@ class StageCost:
     comm_s: float  # of receiving values from earlier stages and returning their cotangents
     link_s: float  # how long the stage's own link to the host is busy
     held: StageBytes
-    replicas: int
-    halves_s: tuple[float, float]  # of the halves I and W, if backwards are split
-    reduce_s: float  # per step: of the all-reduce that adds up the replicas' gradients
-    update_s: float  # per update: of the optimizer
-    early_s: float  # the part of recompute_s that runs before the cotangents arrive
+    replicas: int = 1
+    halves_s: tuple[float, float] = (0.0, 0.0)  # of the halves I and W, if backwards are split
+    reduce_s: float = 0.0  # per step: of the all-reduce that adds up the replicas' gradients
+    update_s: float = 0.0  # per update: of the optimizer
+    early_s: float = 0.0  # the part of recompute_s that runs before the cotangents arrive
 
     @property
     def compute_s(self) -> float:
@@ -264,8 +264,7 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
     mine: list[list[StageBytes]] = [[] for _ in range(problem.devices)]
     for place, stage in zip(problem.places, stages, strict=True):
         mine[place].append(stage.held)
-    every = schedule.held(problem.devices, problem.microbatches)
-    return tuple(map(joint_bytes, mine, every))
+    return tuple(map(joint_bytes, mine, schedule.held(problem.devices, problem.microbatches)))
 
 
 def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:

@@ -157,8 +157,7 @@ def _stream(
     if not schedule.synchronous:
         # The micro-batches after the timed ones keep all stages busy until the timing ends.
         count = sum(stream_window(stages, microbatches)) + stages + 1
-    lists = _lists(schedule, stages // schedule.chunks, microbatches, count)
-    return stage_work(lists, features)
+    return stage_work(_lists(schedule, stages // schedule.chunks, microbatches, count), features)
 
 
 def _lists(

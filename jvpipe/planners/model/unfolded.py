@@ -56,8 +56,8 @@ def unfolded(problem: Problem) -> Problem:
         each = enumerate(links)
         groups = tuple(replace(problem.group(s), receives=link) for s, link in each)
     costs = replace(problem.costs, together=problem.together)
-    name = f"{problem.schedule.name}, unfolded"
-    schedule = Schedule(name=name, lists=UnfoldedLists(problem.schedule))
+    lists = UnfoldedLists(problem.schedule)
+    schedule = Schedule(name=f"{problem.schedule.name}, unfolded", lists=lists)
     return replace(problem, costs=costs, schedule=schedule, groups=groups)
 
 
@@ -101,15 +101,12 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
             asked = with_budget(apart, limit, budget)
             try:
                 decision = decide(asked)
+                over = evaluate_decision(problem, decision).limit_bytes > limit
+                best = best if over else decision
             except Infeasible as error:
-                low = budget
+                over = False
                 refused = refused or (asked, error)
-            else:
-                if evaluate_decision(problem, decision).limit_bytes <= limit:
-                    best = decision
-                    low = budget
-                else:
-                    high = budget
+            low, high = (low, budget) if over else (budget, high)
             if low == limit:
                 break
             budget = (low + high) // 2
