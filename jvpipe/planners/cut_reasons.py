@@ -11,12 +11,10 @@ With the later cut, the first layer of a stage would be the last layer of the st
 If devices have several stages, the seconds and bytes are those of devices.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, device_bytes, evaluate_decision, stage_cost
+from jvpipe.planners.model.stage_cost import Stages, device_bytes, evaluate_decision, stage_cost
 from jvpipe.util.sizes import ROUNDING, format_bytes
 
 
@@ -58,7 +56,7 @@ def device_reasons(problem: Problem) -> list[str]:
 def _reason(
     problem: Problem,
     decision: Decision,
-    stages: Sequence[StageCost],
+    stages: Stages,
     s: int,
 ) -> str:
     """Explains why the first layer of stage `s` is not the last layer of the stage before."""
@@ -107,6 +105,6 @@ def _reason(
     return f"{head}the planner chose so: {who} could hold it, and {would}"
 
 
-def _busy_s(problem: Problem, stages: Sequence[StageCost]) -> list[float]:
+def _busy_s(problem: Problem, stages: Stages) -> list[float]:
     """Returns each device's seconds per micro-batch: the sum over its stages, which take turns."""
     return np.bincount(problem.places, [stage.seconds for stage in stages]).tolist()

@@ -34,7 +34,7 @@ import numpy as np
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.model.chain_dp import least_path
-from jvpipe.planners.model.problem import with_entry
+from jvpipe.planners.model.problem import Bounds, Slowness, with_entry
 from jvpipe.runtime.engine.monitor import TICK_S
 from jvpipe.util.sizes import ROUNDING
 
@@ -65,7 +65,8 @@ def cuts_at_speeds(
     bound = np.arange(len(layer_s) + 1)
     # run_s[i, j]: seconds of layers i to j - 1; a stage has at least one layer
     run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
-    stages = [slow * run_s + more_s for slow, more_s in zip(slowness, fixed_s, strict=True)]
+    of_stages = zip(slowness, fixed_s, strict=True)
+    stages = [slow * run_s + more_s for slow, more_s in of_stages]
     # The least sum alone could make the slowest stage slower, and that stage limits the step.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
@@ -77,10 +78,10 @@ def cuts_at_speeds(
 
 
 def _balanced(
-    bounds: tuple[int, ...],
+    bounds: Bounds,
     stages: Sequence[np.ndarray],
     places: np.ndarray,
-) -> tuple[int, ...]:
+) -> Bounds:
     """Moves bounds one at a time until no move makes the slowest devices faster.
 
     The loop ends, because each move lowers the sorted seconds, and there are finitely many bounds.
@@ -91,7 +92,7 @@ def _balanced(
         places: the device of each stage.
     """
 
-    def slowest_first(bounds: tuple[int, ...]) -> list[float]:
+    def slowest_first(bounds: Bounds) -> list[float]:
         ends = zip(stages, pairwise(bounds), strict=True)
         return sorted(np.bincount(places, [s[span] for s, span in ends]), reverse=True)
 
@@ -160,7 +161,7 @@ class Replan:
     cuts: tuple[int, ...]
     why: str
     gain_s: float
-    slowness: tuple[tuple[float, ...], ...] = ()
+    slowness: tuple[Slowness, ...] = ()
 
     def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
         """Tells whether moving takes fewer seconds than the new cuts save within the horizon.
@@ -245,7 +246,8 @@ class Trigger:
         if len(self._window) < self.rule.steps:
             return None
         # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
-        means = Seen(*(np.mean(of, axis=0).tolist() for of in zip(*self._window, strict=True)))
+        fields = zip(*self._window, strict=True)
+        means = Seen(*(np.mean(of, axis=0).tolist() for of in fields))
         replan = self._better(plan, means)
         self._window.clear()
         self.asked = replan.cuts if replan else None
@@ -269,7 +271,8 @@ class Trigger:
         slowness = self._slowness(plan, seen)
         # The product is w f of each layer, and ratio is r.
         ratio = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
-        ratio = np.where((ratio > rule.layer) | (ratio < 1 / rule.layer), ratio, 1.0)
+        far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
+        ratio = np.where(far, ratio, 1.0)
         seconds = expected * ratio
         chunks = len(places) / len(devices)
 
@@ -306,8 +309,8 @@ class Trigger:
         the fastest device would take for all the work: the total times the least f.
         """
         # `slowness` has the f of a device once for each of its stages.
-        shared_s = chunks * total_s / sum(1 / f for f in slowness.tolist())
-        return self._step_s(shared_s, total_s * float(slowness.min()), chunks)
+        shared_s = chunks * total_s / sum(1 / slowness)
+        return self._step_s(shared_s, total_s * slowness.min(), chunks)
 
     def _step_s(self, slowest_s: float, all_s: float, chunks: float) -> float:
         """Estimates a step's seconds as `surrogate` does (`stage_cost.py`), without transfers.
@@ -349,7 +352,8 @@ class Trigger:
 
 def _of_stages(layer_s: np.ndarray, cuts: Sequence[int]) -> np.ndarray:
     """Adds up the seconds of each stage's layers."""
-    return np.add.reduceat(layer_s, np.cumsum([0, *cuts[:-1]]))
+    starts = np.cumsum([0, *cuts[:-1]])
+    return np.add.reduceat(layer_s, starts)
 
 
 def _devices(plan: Plan) -> list[int]:
@@ -361,4 +365,5 @@ def _median(values: np.ndarray, weights: np.ndarray) -> float:
     """Returns the weighted median: at most half of the weight is below it, at most half above."""
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
-    return float(values[order[np.searchsorted(reached, reached[-1] / 2)]])
+    middle = np.searchsorted(reached, reached[-1] / 2)
+    return float(values[order[middle]])

@@ -4,13 +4,13 @@ A place is a position along the pipeline; its devices are replicas, which share 
 shape says which devices each place has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jvpipe.planners.joint.rough_plan import RoughPlan, kept_or_again
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.shapes import Shape, Shapes
-from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
+from jvpipe.planners.model.stage_cost import Stages, evaluate_decision, keeps_limits
 from jvpipe.planners.model.stage_simulation import simulated_bubble_fraction, simulated_step_s
 
 
@@ -37,8 +37,7 @@ def pipeline_shape(problem: Problem, size: int = 1) -> Shape:
         problem: the problem, with the devices of each place.
         size: the examples of a micro-batch.
     """
-    places = dict(zip(problem.places, problem.where, strict=True))
-    return Shape(tuple(places[place] for place in range(problem.devices)), size)
+    return Shape(tuple(group.devices for group in problem.at_places), size)
 
 
 def shape_reasons(
@@ -118,7 +117,7 @@ def _stages_at(problem: Problem, place: int) -> str:
 def _not_work(
     shapes: Shapes,
     problem: Problem,
-    stages: Sequence[StageCost],
+    stages: Stages,
 ) -> str:
     """Says how much of a step is overhead: the longest all-reduce, and idle time."""
     longest_s = max(stage.reduce_s for stage in stages)

@@ -200,10 +200,11 @@ class Splitter:
             wrong = self._first_wrong(traced, where)
             if wrong is None:
                 return split_at(traced, where) if where else None
-            kind = layer_signature(traced.bodies[wrong[0]])
+            refused, before_end = wrong
+            kind = layer_signature(traced.bodies[refused])
             for layer, places in inside.items():
                 if layer_signature(traced.bodies[layer]) == kind:
-                    inside[layer] = [place for place in places if place.before_end != wrong[1]]
+                    inside[layer] = [place for place in places if place.before_end != before_end]
         return None
 
     def _first_wrong(
@@ -315,14 +316,16 @@ def even_places(
         """
         for time in times:
             work_s = time * between_s
-            yield np.where(work_s > 0, work_s + link_s[:, None], np.inf)
+            with_link_s = work_s + link_s[:, None]
+            yield np.where(work_s > 0, with_link_s, np.inf)
 
     least_s, _ = least_path(matrices(), np.maximum)
     if not np.isfinite(least_s):
         return []
     sent = np.array([float(cut.sent_bytes) for cut in cuts])
     # A cut layer costs 1, and all sent bytes together cost less than 1.
-    price = np.array([cut.layer is not None for cut in cuts]) + sent / (1 + sent.sum())
+    cuts_a_layer = np.array([cut.layer is not None for cut in cuts])
+    price = cuts_a_layer + sent / (1 + sent.sum())
     most_s = SPLITTING.near_times * least_s
     # Each stage's price, by the same places; infinite if the stage takes too long.
     prices = (np.where(x <= most_s, price[:, None], np.inf) for x in matrices())
@@ -357,7 +360,8 @@ def _cuts(
         for place in inside.get(layer, ()):
             at_s = before_s + place.share * seconds
             # Besides the tensors between the halves, those that pass the whole layer are sent.
-            cuts.append(_Cut(at_s, over[layer] + place.sent_bytes, layer, place.before_end))
+            sent_bytes = over[layer] + place.sent_bytes
+            cuts.append(_Cut(at_s, sent_bytes, layer, place.before_end))
         before_s += seconds
         if layer + 1 not in joined:
             cuts.append(_Cut(before_s, crossing[layer + 1]))

@@ -204,7 +204,8 @@ def _nearest(
     if not start.strip("*?/"):
         return []
     every = (graph.layers[i] for i in stage.layers)
-    return _candidates(graph, [layer for layer in every if fnmatchcase(graph.label(layer), start)])
+    named = [layer for layer in every if fnmatchcase(graph.label(layer), start)]
+    return _candidates(graph, named)
 
 
 def _candidates(graph: LayerGraph, layers: Sequence[Layer]) -> list[str]:

@@ -103,7 +103,8 @@ class Crossings:
         ends: Cuts,
     ) -> Grid:
         """Sums spans of the mirrored model over segments; [i, j) is [n - j, n - i) there."""
-        return spans.over(self._n - ends[::-1], self._n - starts[::-1])[::-1, ::-1].T
+        mirrored = spans.over(self._n - ends[::-1], self._n - starts[::-1])
+        return mirrored[::-1, ::-1].T
 
     def _early(self, more: tuple[int, ...]) -> Spans:
         """Makes the spans of values that arrive early.
@@ -120,8 +121,9 @@ class Crossings:
         producer, a, b, sizes = self._values
         times = np.array(more, dtype=np.int64)[:, None]
         d = np.arange(1, len(more) + 1)[:, None]
-        # Spans that would begin after their end, because b is less than d away, are dropped.
-        return Spans(np.maximum(a, producer + d - 1), b, times * sizes)
+        # A span that would begin after its end, because b is less than d away, is dropped.
+        begin = np.maximum(a, producer + d - 1)
+        return Spans(begin, b, times * sizes)
 
     def _late(self, count: int) -> Spans:
         """Makes the spans of waiting cotangents, in the mirrored model.

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from jvpipe.cost.slowness import work_s
 from jvpipe.planners.model.chain_dp import least_sufficient
 from jvpipe.planners.model.grids import sums
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Bounds, Decision, Problem
 from jvpipe.planners.model.segments import Segments
 
 
@@ -47,7 +47,7 @@ def even_counts(layers: int, stages: int) -> list[int]:
     return [share + (s < more) for s in range(stages)]
 
 
-def balanced(problem: Problem) -> tuple[int, ...]:
+def balanced(problem: Problem) -> Bounds:
     """Finds bounds that give devices nearly equal work.
 
     The search begins with the bounds whose longest stage takes the least time. It then moves one
@@ -113,14 +113,16 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
             begins = np.maximum.accumulate(np.where(ends[s], index, -1))[:-1]
             is_piece = begins == index[:-1]
             allowed_s = np.where(is_piece, max(longest_s, least_s), longest_s)
-            fits = totals[s, 1:] - totals[s, begins] <= allowed_s
-            ends.append(np.append(False, fits & (begins >= 0)))
+            taken_s = totals[s, 1:] - totals[s, begins]
+            fits = (begins >= 0) & (taken_s <= allowed_s)
+            ends.append(np.append(False, fits))
         if not ends[-1][-1]:
             return None
         bounds = [count - 1]
         for s in reversed(range(stages)):
             end = bounds[-1]
-            fits = ends[s][:end] & (totals[s, end] - totals[s, :end] <= longest_s)
+            taken_s = totals[s, end] - totals[s, :end]
+            fits = ends[s][:end] & (taken_s <= longest_s)
             # If the stage would take too long from any cut, it is one piece.
             bounds.append(int(fits.argmax()) if fits.any() else end - 1)
         return bounds[::-1]

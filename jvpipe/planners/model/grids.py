@@ -29,7 +29,8 @@ OverJ = Float[np.ndarray, "J"]
 
 def sums(values: Iterable[float]) -> OverJ:
     """Makes prefix sums: entry j is the sum over the first j layers, for j = 0, 1, ..."""
-    return np.concatenate([[0.0], np.cumsum(np.fromiter(values, np.float64))])
+    every = np.fromiter(values, np.float64)
+    return np.concatenate([[0.0], np.cumsum(every)])
 
 
 def between(
@@ -57,7 +58,8 @@ def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
     """
     # There is a column for each layer, because the largest number may be between two ends.
     every = ends_up_to(starts, ends)
-    in_segments = np.where(every > starts[:, None], layers[every - 1], 0.0)
+    inside = every > starts[:, None]
+    in_segments = np.where(inside, layers[every - 1], 0.0)
     return most_up_to(in_segments, starts, ends)
 
 
@@ -86,7 +88,8 @@ def ends_up_to(starts: Cuts, ends: Cuts) -> Cuts:
 
 def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     """Counts the seconds of transfers on a link; `sizes` are their bytes, 0 for no transfer."""
-    return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)
+    seconds = link.latency_s + sizes / link.bytes_per_s
+    return np.where(sizes > 0, seconds, 0.0)
 
 
 def reduce_s(

@@ -27,12 +27,13 @@ class KeptBytes:
     """The bytes that segments hold of one micro-batch if all is kept; the same for every stage.
 
     Attributes:
-        shared: the bytes of values that several layers read.
-        kept: the bytes that are held once all forwards of the segment have run, `shared` included.
+        own: the bytes that are held once all forwards of the segment have run, but for the values
+            that several layers read.
+        kept: the same bytes with these values.
         beyond: the most bytes that are held while a layer runs, minus `kept`.
     """
 
-    shared: Grid
+    own: Grid
     kept: Grid
     beyond: Grid
 
@@ -52,10 +53,11 @@ class KeptBytes:
             working: for each layer, the bytes that it needs only while it runs.
         """
         starts, ends = block.starts, block.ends
-        in_the_end = between(sums(kept), starts, ends) + block.shared_bytes
+        own = between(sums(kept), starts, ends)
+        in_the_end = own + block.shared_bytes
         at_work = segments.at_work(starts, ends, kept, working)
         beyond = most_up_to(at_work, starts, ends) - in_the_end
-        return KeptBytes(block.shared_bytes, in_the_end, beyond)
+        return KeptBytes(own, in_the_end, beyond)
 
     def peak(self, in_flight: int, fixed_bytes: Grid) -> Grid:
         """Counts the most bytes that each segment holds as a stage.
@@ -63,9 +65,9 @@ class KeptBytes:
         Args:
             in_flight: how many micro-batches are in flight on the stage.
             fixed_bytes: the result of `Segments.fixed_bytes`. It includes the shared values of all
-                micro-batches in flight. They are subtracted, because `kept` includes them, too.
+                micro-batches in flight.
         """
-        return fixed_bytes + in_flight * (self.kept - self.shared) + self.beyond
+        return fixed_bytes + in_flight * self.own + self.beyond
 
 
 class KeepAll:

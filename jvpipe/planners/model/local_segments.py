@@ -143,7 +143,8 @@ class LocalSegments:
         if fits[0, -1]:
             return kept_s  # even the whole model fits
         again_fits = self.peak_bytes(size, replicas, behind, again=True) <= limit
-        return np.where(fits, kept_s, np.where(again_fits, self.again_s(b), np.inf))
+        otherwise_s = np.where(again_fits, self.again_s(b), np.inf)
+        return np.where(fits, kept_s, otherwise_s)
 
     def again_s(self, b: int) -> Grid:
         """Counts the seconds of each segment on `b` examples if all its forwards run again."""

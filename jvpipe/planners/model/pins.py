@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+from jvpipe.planners.model.problem import Bounds
+
 
 @dataclass(frozen=True)
 class Pins:
@@ -38,13 +40,13 @@ class Pins:
         return lengths if self.stages is None else [self.stages, *lengths]
 
     @property
-    def bounds(self) -> tuple[int, ...] | None:
+    def bounds(self) -> Bounds | None:
         """The bounds of the stages, as sums of `cuts`; None: not fixed."""
         return None if self.cuts is None else (0, *accumulate(self.cuts))
 
     def allow(
         self,
-        bounds: tuple[int, ...],
+        bounds: Bounds,
         replicas: tuple[int, ...],
         size: int,
     ) -> bool:

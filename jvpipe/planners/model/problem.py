@@ -8,7 +8,7 @@ chooses what each layer keeps, swaps or recomputes between its forward and its b
     chunk    one of several stages at one place; most schedules have one chunk per place
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +18,13 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.ir.plan import Fate, Plan, Stage
 from jvpipe.schedules.schedule import Schedule
+
+Devices = tuple[int, ...]
+"""Devices, by their numbers outside of a problem, such as in a plan."""
+Slowness = tuple[float, ...]
+"""For each layer, the seconds on a device as a multiple of those in the costs; empty: all are 1."""
+Bounds = tuple[int, ...]
+"""The first layer of each stage, and the number of layers."""
 
 RECOMPUTE = -1
 """A choice: the layer's forward runs again before its backward, from its input, which is kept."""
@@ -34,8 +41,7 @@ class Group:
 
     Attributes:
         devices: the numbers of these devices outside of the problem.
-        slowness: for each layer, the seconds on the slowest of these devices, as a multiple
-            of the seconds in the costs; empty: all multiples are 1.
+        slowness: the slowness of the slowest of these devices.
         less_bytes: by how many bytes the limit of these devices is below the problem's
             limit. The device with the least memory counts.
         name: the kind of these devices, for messages.
@@ -47,8 +53,8 @@ class Group:
         machines: the machine of each of these devices; empty if the cluster has only one.
     """
 
-    devices: tuple[int, ...]
-    slowness: tuple[float, ...] = ()
+    devices: Devices
+    slowness: Slowness = ()
     less_bytes: int = 0
     name: str = ""
     costs: Costs | None = None
@@ -67,7 +73,7 @@ class Group:
         return sum(self.slowness) / len(self.slowness) if self.slowness else 1.0
 
     @property
-    def kind(self) -> tuple[tuple[float, ...], int]:
+    def kind(self) -> tuple[Slowness, int]:
         """The properties by which groups of one device differ; equal for devices that are alike."""
         return self.slowness, self.less_bytes
 
@@ -179,7 +185,7 @@ class Problem:
         return tuple(self.schedule.device_of(s, self.devices) for s in range(self.stages))
 
     @property
-    def where(self) -> tuple[tuple[int, ...], ...]:
+    def where(self) -> tuple[Devices, ...]:
         """The devices of each stage, by their numbers outside of the problem."""
         return tuple(self.at_places[place].devices for place in self.places)
 
@@ -204,7 +210,7 @@ class Problem:
         """Returns the layers' costs for the largest share that a device of a stage works on."""
         return self.group(s).costs or self.costs
 
-    def slowness(self, s: int) -> tuple[float, ...]:
+    def slowness(self, s: int) -> Slowness:
         """Returns the `slowness` of a stage's devices; empty if it is 1 for all layers."""
         return self.group(s).slowness
 
@@ -274,7 +280,7 @@ class Problem:
     @cached_property
     def _layers_on(self) -> list[tuple[LayerCost, ...]]:
         """The costs of all layers, for the devices of each place."""
-        cache: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
+        cache: dict[tuple[int, Slowness], tuple[LayerCost, ...]] = {}
         every = []
         # Devices that are alike share one tuple of layers, because a model may have many
         # layers while a cluster has few kinds of devices.
@@ -298,7 +304,7 @@ class Problem:
 
     def told_apart(
         self,
-        slowness: Sequence[tuple[float, ...]],
+        slowness: Sequence[Slowness],
         limits: Sequence[int],
         names: Sequence[str] = (),
         numbers: Sequence[int] = (),
@@ -324,7 +330,7 @@ class Problem:
 
 
 def single_groups(
-    slowness: Sequence[tuple[float, ...]],
+    slowness: Sequence[Slowness],
     limits: Sequence[int],
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
@@ -387,7 +393,7 @@ class Decision:
     everything.
     """
 
-    bounds: tuple[int, ...]
+    bounds: Bounds
     choices: tuple[int, ...]
 
     @staticmethod
@@ -399,7 +405,7 @@ class Decision:
         self,
         problem: Problem,
         planner: str,
-        where: Sequence[tuple[int, ...]] | None = None,
+        where: Sequence[Devices] | None = None,
     ) -> Plan:
         """Converts the decision to a plan.
 
@@ -432,3 +438,7 @@ class Decision:
                 if edge.producer == layer - 1 and layer in edge.readers:
                     fates[edge.name] = Fate.RECOMPUTE
         return fates
+
+
+Decide = Callable[[Problem], Decision]
+"""A planner as a function."""

@@ -31,7 +31,7 @@ from jvpipe.planners.model.grids import (
     reduce_s,
     sums,
 )
-from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.problem import Problem, Slowness
 from jvpipe.planners.model.shared_state import surely_spared_bytes
 from jvpipe.planners.model.spans import Cuts, Grid, Spans, hops
 
@@ -116,7 +116,7 @@ class Segments:
         """Returns the prefix sums of forward plus backward seconds on a device of a stage."""
         return self.of(s)._seconds(self.problem.slowness(s))[1]
 
-    def _slowed(self, slowness: tuple[float, ...]) -> tuple[OverJ, OverJ]:
+    def _slowed(self, slowness: Slowness) -> tuple[OverJ, OverJ]:
         """Makes the sums of `forward_of` and `compute_of` on devices of this slowness."""
         if not slowness:
             return self.forward_s, self.compute_s
@@ -148,7 +148,8 @@ class Segments:
         there = each_s > 0
         rates = 0.0
         for s in range(self.problem.stages):
-            ratios = np.diff(self.compute_of(s))[there] / each_s[there]
+            stage_s = np.diff(self.compute_of(s))
+            ratios = stage_s[there] / each_s[there]
             rates += 1 / max(float(ratios.min(initial=np.inf)), 1e-300)
         return float(self.compute_s[-1]) / rates
 
@@ -203,8 +204,8 @@ class Segments:
         k = self.in_flight[: s + 1]
         following = self.problem.stages - 1 - s
         tensors = self._tensors.over(starts, ends)
-        copies = self._copies.over(starts, ends)
-        shared = k[s] * tensors + self.versions[s] * copies
+        copies = self.versions[s] * self._copies.over(starts, ends)
+        shared = k[s] * tensors + copies
         static = between(self.static_bytes(s), starts, ends)
         fixed = static + shared + self._crossings.waiting_bytes(k, following, starts, ends)
         replicas = self.problem.group(s).replicas
@@ -278,13 +279,9 @@ class Segments:
         reducing_bytes = np.zeros_like(sent)
         group = problem.group(s)
         if group.replicas > 1:
-            once_s = once_s + reduce_s(
-                group.reduces,
-                sums(self._reduced_bytes),
-                compute_s - forward_s if problem.overlaps else None,
-                starts,
-                ends,
-            )
+            backward_s = compute_s - forward_s if problem.overlaps else None
+            reduced_bytes = sums(self._reduced_bytes)
+            once_s = once_s + reduce_s(group.reduces, reduced_bytes, backward_s, starts, ends)
             static = fixed_bytes - self.in_flight[s] * shared_bytes
             copies = reducing_copies(group.replicas)
             reducing_bytes = static + copies * most_of(self._reduced_bytes, starts, ends)
@@ -310,7 +307,8 @@ class Segments:
         ends: Cuts,
     ) -> Grid:
         """Counts the seconds of a step's updates; replicas divide the layers among them."""
-        each_s = self.problem.updates * self._update_s * (self.problem.slowness(s) or 1.0)
+        slowness = self.problem.slowness(s) or 1.0
+        each_s = self.problem.updates * self._update_s * slowness
         whole_s = between(sums(each_s), starts, ends)
         replicas = self.problem.group(s).replicas
         if replicas == 1:
@@ -329,9 +327,11 @@ class Segments:
 
     def _all_starts(self, s: int) -> CutBlock:
         """Makes the block of all segments of stage s."""
-        return self.block(s, np.arange(self.n), np.arange(self.n + 1))
+        ends = np.arange(self.n + 1)
+        return self.block(s, ends[:-1], ends)
 
     @cached_property
     def crossing_bytes(self) -> OverJ:
         """For each j, the bytes of values and cotangents that cross a cut before layer j."""
-        return self._crossings.sent(np.array([0]), np.arange(self.n + 1))[0]
+        ends = np.arange(self.n + 1)
+        return self._crossings.sent(ends[:1], ends)[0]

@@ -17,7 +17,7 @@ import numpy as np
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.planners.model.pins import UNPINNED, Pins
-from jvpipe.planners.model.problem import Group, Problem, single_groups
+from jvpipe.planners.model.problem import Bounds, Devices, Group, Problem, Slowness, single_groups
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Shape:
     3:1 devices, micro-batches of 6
     """
 
-    places: tuple[tuple[int, ...], ...]
+    places: tuple[Devices, ...]
     size: int
 
     @staticmethod
@@ -68,7 +68,7 @@ class Shape:
         return f"{':'.join(map(str, self.replicas))} devices, micro-batches of {self.size}"
 
 
-Path = tuple[Shape, tuple[int, ...]]
+Path = tuple[Shape, Bounds]
 """A shape, and the bounds of its stages."""
 
 
@@ -118,7 +118,7 @@ class Shapes:
 
     def told_apart(
         self,
-        slowness: Sequence[tuple[float, ...]],
+        slowness: Sequence[Slowness],
         limits: Sequence[int],
         names: Sequence[str],
     ) -> "Shapes":
@@ -143,7 +143,7 @@ class Shapes:
         return tuple(mu for mu in divisors if self.pins.feeds(largest, mu))
 
     @cached_property
-    def orders(self) -> tuple[tuple[int, ...], ...]:
+    def orders(self) -> tuple[Devices, ...]:
         """The orders of devices along which places are laid out: DAPPLE's placements.
 
         "Append first" lists the devices machine by machine. "Scatter first" lists one device of
@@ -174,7 +174,7 @@ class Shapes:
         return tuple(dict.fromkeys(orders))
 
     @cached_property
-    def fastest(self) -> tuple[tuple[int, ...], ...]:
+    def fastest(self) -> tuple[Devices, ...]:
         """The devices that are at least as fast as a speed, for each speed but the slowest."""
         slowness = [group.mean_slowness for group in self.apart]
         return tuple(
@@ -210,12 +210,12 @@ class Shapes:
             groups=tuple(groups),
         )
 
-    def _joined(self, devices: tuple[int, ...]) -> Group:
+    def _joined(self, devices: Devices) -> Group:
         """Joins devices into a group with their greatest slowness and their least memory."""
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]
-        slowest: tuple[float, ...] = ()
+        slowest: Slowness = ()
         if any(kind.slowness for kind in kinds):
             slowness = [kind.slowness or (1.0,) * self.layers for kind in kinds]
             slowest = tuple(map(max, zip(*slowness, strict=True)))

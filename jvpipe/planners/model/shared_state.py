@@ -68,8 +68,10 @@ def surely_spared_bytes(
     # `largest` bounds the fullest replica's bytes. Each size is tried as x, and may raise it.
     largest = np.zeros_like(total)
     for size in sorted(set(sizes) - {0}):
-        there = between(sums(x == size for x in sizes), starts, ends) > 0
-        larger = between(sums(x if x >= size else 0 for x in sizes), starts, ends)
+        equals = sums(x == size for x in sizes)
+        as_large = sums(x if x >= size else 0 for x in sizes)
+        there = between(equals, starts, ends) > 0
+        larger = between(as_large, starts, ends)
         found = (larger - size) // replicas + size
         largest = np.where(there, np.maximum(largest, found), largest)
     return np.maximum(total - largest, 0)

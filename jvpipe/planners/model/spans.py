@@ -67,7 +67,8 @@ class Spans:
         rows = np.searchsorted(starts, self.a[near], "right")
         columns = np.searchsorted(ends, b, "right")
         shape = len(starts) + 1, len(ends)
-        flat = np.bincount(rows * len(ends) + columns, w, shape[0] * shape[1])
+        cells = rows * len(ends) + columns
+        flat = np.bincount(cells, w, shape[0] * shape[1])
         total = flat.reshape(shape)[:-1].cumsum(0).cumsum(1)
         # `total` counts all pairs with a < i and b < j, `passed` those of them with b < i.
         before = np.concatenate([[0.0], np.cumsum(w)])

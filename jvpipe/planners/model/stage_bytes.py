@@ -351,6 +351,7 @@ def joint_bytes(
 
     static = sum(stage.static for stage in of_stages)
     # Only one stage of a device works at a time, so only the largest `beyond` of them counts.
-    training = max(map(held_bytes, vectors)) + max(stage.beyond for stage in of_stages)
+    beyond = max(stage.beyond for stage in of_stages)
+    training = max(map(held_bytes, vectors)) + beyond
     reducing = max(stage.reducing for stage in of_stages)
     return int(static + max(training, reducing))

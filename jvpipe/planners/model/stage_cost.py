@@ -115,6 +115,9 @@ class StageCost:
         return self.replicas * int(self.held.host)
 
 
+Stages = Sequence[StageCost]
+
+
 def stage_cost(
     problem: Problem,
     s: int,
@@ -256,7 +259,7 @@ def halves_s(
     return cost.split.input_s, cost.split.weight_s
 
 
-def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
+def device_bytes(problem: Problem, stages: Stages) -> tuple[int, ...]:
     """Counts the most bytes that each device holds at once, over all its stages (`joint_bytes`)."""
     schedule = problem.schedule
     if schedule.chunks == 1 and not problem.splits:
@@ -322,7 +325,7 @@ def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
     return evaluation_of(problem, stages)
 
 
-def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
+def evaluation_of(problem: Problem, stages: Stages) -> Evaluation:
     """Counts the seconds and bytes of a decision from the costs of its stages."""
     device_sizes = device_bytes(problem, stages)
     return Evaluation(
@@ -334,7 +337,7 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
     )
 
 
-def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
+def slowest_s(problem: Problem, stages: Stages) -> float:
     """Counts the seconds between two micro-batches on the slowest device or the slowest link.
 
     A stage with t seconds per micro-batch, and A seconds once per step, is busy for M t + A
@@ -347,7 +350,7 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     return max(*busy_s, *(c.comm_s for c in stages))
 
 
-def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
+def surrogate(problem: Problem, stages: Stages) -> float:
     """Estimates the seconds of a step by a closed formula, so that planners can search quickly.
 
     The simulator then decides between the plans that they find. The estimate equals the
@@ -405,4 +408,5 @@ def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
     memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
     if memory is not None and evaluation.limit_bytes > memory:
         return False
-    return host is None or sum(stage.host_bytes for stage in evaluation.stages) <= host
+    host_bytes = sum(stage.host_bytes for stage in evaluation.stages)
+    return host is None or host_bytes <= host

@@ -9,7 +9,6 @@ of which some micro-batches are timed once it is steady (`stream_window`).
 """
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -19,7 +18,7 @@ from jaxtyping import Float
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
+from jvpipe.planners.model.stage_cost import Stages, evaluate_decision
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import StageLoad, StageWork, stage_work
@@ -27,7 +26,7 @@ from jvpipe.simulate.timeline import Timeline
 from jvpipe.simulate.work_parts import PARTS, Features
 
 
-def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
+def simulated_step_s(problem: Problem, stages: Stages) -> float:
     """Simulates a synchronous step, or an asynchronous stream, and counts the seconds per step.
 
     Args:
@@ -95,7 +94,7 @@ def least_steps_s(
 
 def simulated_bubble_fraction(
     problem: Problem,
-    stages: Sequence[StageCost],
+    stages: Stages,
     devices: int | None = None,
     state_s: float = 0.0,
 ) -> float:
@@ -182,7 +181,8 @@ def _lists(
     of_step = []
     for tasks in schedule.tasks(devices, count):
         stages = sorted({task.stage for task in tasks})
-        of_step.append((*tasks, *(Task(s, Kind.U, count - 1) for s in stages)))
+        updates = (Task(s, Kind.U, count - 1) for s in stages)
+        of_step.append((*tasks, *updates))
     return tuple(of_step)
 
 
@@ -194,7 +194,8 @@ def trips_counted(stages: int, microbatches: int) -> float:
     in the share. The result is the smallest share that any length of cycles gives.
     """
     _, timed = stream_window(stages, microbatches)
-    return min(timed // length * length for length in range(1, stages + 1)) / timed
+    in_cycles = min(timed // length * length for length in range(1, stages + 1))
+    return in_cycles / timed
 
 
 def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
@@ -208,7 +209,8 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
         stages: the number of stages.
         microbatches: the number of micro-batches of a step.
     """
-    return 2 * stages, stages * max(2, math.ceil(microbatches / stages))
+    cycles = max(2, math.ceil(microbatches / stages))
+    return 2 * stages, stages * cycles
 
 
 def _steps_s(
@@ -236,7 +238,7 @@ def _steps_s(
     return passed_s * (problem.microbatches / timed)
 
 
-def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
+def _loads(stages: Stages) -> list[StageLoad]:
     """Returns the loads of stages; a send takes as long as the next stage's return."""
     send_s = [*(after.comm_s / 2 for after in stages[1:]), 0.0]
     return [stage.load(sent_s) for stage, sent_s in zip(stages, send_s, strict=True)]

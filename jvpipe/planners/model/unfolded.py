@@ -8,14 +8,13 @@ Every plan that the search accepts was counted on the true devices, so it keeps 
 better plan may exist, because the stages of a device need not hold equal parts of its limit.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Group, Problem
+from jvpipe.planners.model.problem import Decide, Decision, Group, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.schedule import Schedule
 
@@ -73,7 +72,7 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
     return replace(apart, memory_limit_bytes=budget, groups=groups)
 
 
-def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:
+def on_devices(decide: Decide) -> Decide:
     """Makes a planner for devices of several stages from a planner that knows one stage per device.
 
     The result raises `Infeasible` if no budget leads to a decision that keeps the limit; the error
@@ -125,7 +124,7 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
 
 def _infeasible(
     problem: Problem,
-    decide: Callable[[Problem], Decision],
+    decide: Decide,
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
