@@ -11,7 +11,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.rough_plan import RoughPlan
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import Evaluation, device_bytes, needed_bytes
+from jvpipe.planners.model.stage_cost import Evaluation, needed_bytes
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 
 
@@ -91,7 +91,7 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     # Every planner made a plan although it exceeds the limit, so none of them reads the limit.
     first = answers[0]
     assert first.evaluation is not None, "there is a plan, or a reason why there is none"
-    held_bytes = device_bytes(problem, first.evaluation.stages)
+    held_bytes = first.evaluation.device_bytes
     place = int(np.argmax(needed_bytes(problem, held_bytes)))
     where = "device" if problem.schedule.chunks > 1 else "stage"
     return (

@@ -333,8 +333,7 @@ class Trigger:
         ratio = np.array(seen.layer_s) / self._expected
         devices = _devices(plan)
         at = np.repeat(devices, plan.cuts)
-        slow = {d: _median(ratio[at == d], self._expected[at == d]) for d in set(devices)}
-        return np.array([slow[d] for d in devices])
+        return np.array([_median(ratio[at == d], self._expected[at == d]) for d in devices])
 
     def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
         """Names the reason: the stage whose seconds are furthest from the planned seconds."""

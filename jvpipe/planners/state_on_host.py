@@ -90,6 +90,6 @@ def room_left(
     for stage, size in zip(plan.stages, held_bytes, strict=True):
         for device in stage.devices:
             # If a device has several stages, the one that leaves the least room counts.
-            limit = limits[device]
-            room[device] = min(room.get(device, limit), limit - size)
+            left = limits[device] - size
+            room[device] = min(room.get(device, left), left)
     return room

@@ -15,7 +15,7 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decide, Decision, Group, Problem
-from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.stage_cost import evaluate_decision, needed_bytes
 from jvpipe.schedules.schedule import Schedule
 
 BUDGETS = 7
@@ -135,7 +135,7 @@ def _infeasible(
     evaluation = evaluate_decision(problem, decision)
     sizes = evaluation.device_bytes
     enough = max(evaluation.limit_bytes, limit + 1)
-    d = max(range(len(sizes)), key=lambda d: sizes[d] - (problem.limit_of(d) or 0))
+    d = needed_bytes(problem, sizes).index(evaluation.limit_bytes)
     return Infeasible(
         f"no plan found fits {problem.limit_of(d)} bytes of device {d} under "
         f"{problem.schedule.name}: it would hold {sizes[d]} bytes. A limit that would do is "
