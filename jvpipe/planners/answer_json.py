@@ -3,29 +3,21 @@
 from itertools import pairwise
 from typing import Any
 
-from jvpipe.ir.plan import Plan
 from jvpipe.planners.answer import Answer
-from jvpipe.planners.model.problem import Problem
 
 
-def plan_of(problem: Problem, answer: Answer) -> Plan:
-    """Returns the plan of an answer that has a decision."""
-    assert answer.decision is not None
-    return answer.plan or answer.decision.plan(problem, answer.planner)
-
-
-def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
+def stages_json(answer: Answer) -> list[dict[str, Any]]:
     """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
 
     Each stage also has `host_bytes`, which tables show and which the output of `--json` omits.
 
     Args:
-        problem: the problem to which the answer belongs.
         answer: an answer that has a plan.
     """
+    assert answer.plan is not None
     assert answer.evaluation is not None
     stages = []
-    for stage, cost in zip(plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
+    for stage, cost in zip(answer.plan.stages, answer.evaluation.stages, strict=True):
         state = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
         stages.append(
             {
