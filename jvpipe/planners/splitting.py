@@ -161,13 +161,13 @@ class Splitter:
         for _ in range(rounds):
             finer = self.evener(best.traced, best.planned) if uneven(best.planned) else None
             if finer is None:
-                return best
+                break
             try:
                 candidate = plan(finer)
             except (Infeasible, MemoryLimitExceeded):
-                return best
+                break
             if candidate.planned.step_s > best.planned.step_s * (1 - SPLITTING.gain):
-                return best
+                break
             best = candidate
         return best
 

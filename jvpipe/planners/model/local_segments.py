@@ -90,7 +90,7 @@ class LocalSegments:
             return cuts
         sizes = self.shapes.sizes
         costs = self.shapes.local.at(sizes[len(sizes) // 2])
-        segments = Segments(_of_stages(costs, 1, 1))
+        segments = Segments(_of_stages(costs))
         inner = cuts[1:-1]
         works = segments.compute_s, sums(layer.reduced_bytes for layer in costs.layers)
         work = sum(total[inner] / max(total[-1], 1e-30) for total in works) / 2
@@ -121,7 +121,7 @@ class LocalSegments:
     def _crossing_bytes(self, size: int) -> Grid:
         """Counts the bytes that each segment receives and returns for `size` examples."""
         # The links of `_of_stages` carry a byte per second, so `comm_s` is a number of bytes.
-        segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
+        segments = Segments(_of_stages(self.shapes.local.at(size)))
         return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(
@@ -239,8 +239,8 @@ class LocalSegments:
 
 def _of_stages(
     costs: Costs,
-    stages: int,
-    microbatches: int,
+    stages: int = 1,
+    microbatches: int = 1,
     replicas: int = 1,
 ) -> Problem:
     """Makes a problem of stages on equal devices, with links that carry one byte per second."""

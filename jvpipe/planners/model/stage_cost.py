@@ -226,8 +226,6 @@ def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
     the slowest layer's update, and at least an even share of the seconds of all layers.
     """
     layer_s = [layer.update_s for layer in layers]
-    if replicas == 1:
-        return sum(layer_s)
     return max(*layer_s, sum(layer_s) / replicas)
 
 
