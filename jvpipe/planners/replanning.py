@@ -268,7 +268,7 @@ class Trigger:
         expected, rule = self._expected, self.rule
         assert expected is not None
         devices, places = np.unique(_devices(plan), return_inverse=True)
-        slowness = self._slowness(plan, seen)
+        slowness = _slowness(expected, plan, seen)
         # The product is w f of each layer, and ratio is r.
         ratio = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
         far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
@@ -297,8 +297,9 @@ class Trigger:
         enough = gain_s > now_s * (rule.gain_home if goes_home else rule.gain)
         if not enough or cuts == plan.cuts or cuts in self.refused:
             return None
-        times = tuple(tuple((f * ratio).tolist()) for f in slowness)
-        return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
+        why = self._why(expected, plan, seen, goes_home)
+        times = np.outer(slowness, ratio).tolist()
+        return Replan(cuts, why, gain_s, tuple(map(tuple, times)))
 
     def _least_step_s(self, total_s: float, slowness: np.ndarray, chunks: float) -> float:
         """Returns a lower bound on the seconds of a step under any cuts.
@@ -322,24 +323,10 @@ class Trigger:
             return (self._microbatches - 1 / chunks) * slowest_s + all_s / chunks
         return self._microbatches * slowest_s
 
-    def _slowness(self, plan: Plan, seen: Seen) -> np.ndarray:
-        """Returns how many times longer than planned the device of each stage takes.
-
-        Args:
-            plan: the plan under which the step ran.
-            seen: the seconds of the step.
-        """
-        assert self._expected is not None
-        ratio = np.array(seen.layer_s) / self._expected
-        devices = _devices(plan)
-        at = np.repeat(devices, plan.cuts)
-        return np.array([_median(ratio[at == d], self._expected[at == d]) for d in devices])
-
-    def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
+    def _why(self, expected: np.ndarray, plan: Plan, seen: Seen, goes_home: bool) -> str:
         """Names the reason: the stage whose seconds are furthest from the planned seconds."""
-        assert self._expected is not None
         took_s = _of_stages(np.array(seen.layer_s), plan.cuts) + seen.exposed_s
-        ratio = took_s / _of_stages(self._expected, plan.cuts)
+        ratio = took_s / _of_stages(expected, plan.cuts)
         # All stages may be slower than planned. If there are three or more, the stage
         # furthest from the median is named.
         relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
@@ -353,6 +340,20 @@ def _of_stages(layer_s: np.ndarray, cuts: Sequence[int]) -> np.ndarray:
     """Adds up the seconds of each stage's layers."""
     starts = np.cumsum([0, *cuts[:-1]])
     return np.add.reduceat(layer_s, starts)
+
+
+def _slowness(expected: np.ndarray, plan: Plan, seen: Seen) -> np.ndarray:
+    """Returns how many times longer than planned the device of each stage takes.
+
+    Args:
+        expected: the planned seconds of each layer.
+        plan: the plan under which the step ran.
+        seen: the seconds of the step.
+    """
+    ratio = np.array(seen.layer_s) / expected
+    devices = _devices(plan)
+    at = np.repeat(devices, plan.cuts)
+    return np.array([_median(ratio[at == d], expected[at == d]) for d in devices])
 
 
 def _devices(plan: Plan) -> list[int]:
