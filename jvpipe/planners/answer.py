@@ -4,12 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jvpipe.ir.compiled_stage import CompiledStage
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.rough_plan import RoughPlan
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import Evaluation, device_bytes, needed_bytes
+from jvpipe.planners.model.stage_cost import Evaluation, needed_bytes
 from jvpipe.planners.model.stage_simulation import simulated_step_s
 
 
@@ -89,9 +91,8 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     # Every planner made a plan although it exceeds the limit, so none of them reads the limit.
     first = answers[0]
     assert first.evaluation is not None, "there is a plan, or a reason why there is none"
-    held_bytes = device_bytes(problem, first.evaluation.stages)
-    over = needed_bytes(problem, held_bytes)
-    place = over.index(max(over))
+    held_bytes = first.evaluation.device_bytes
+    place = int(np.argmax(needed_bytes(problem, held_bytes)))
     where = "device" if problem.schedule.chunks > 1 else "stage"
     return (
         f"{first.planner} looks at no limit: its plan takes {held_bytes[place]} bytes on {where} "

@@ -3,30 +3,21 @@
 from itertools import pairwise
 from typing import Any
 
-from jvpipe.ir.plan import Plan
 from jvpipe.planners.answer import Answer
-from jvpipe.planners.model.problem import Problem
 
 
-def plan_of(problem: Problem, answer: Answer) -> Plan:
-    """Returns the plan of an answer that has a decision."""
-    assert answer.decision is not None
-    return answer.plan or answer.decision.plan(problem, answer.planner)
-
-
-def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
+def stages_json(answer: Answer) -> list[dict[str, Any]]:
     """Returns each stage's layers, seconds and bytes, by their names in the output of `--json`.
 
     Each stage also has `host_bytes`, which tables show and which the output of `--json` omits.
 
     Args:
-        problem: the problem to which the answer belongs.
         answer: an answer that has a plan.
     """
+    assert answer.plan is not None
     assert answer.evaluation is not None
-    stages = list[dict[str, Any]]()
-    for stage, cost in zip(plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
-        input_s, weight_s = cost.halves_s
+    stages = []
+    for stage, cost in zip(answer.plan.stages, answer.evaluation.stages, strict=True):
         state = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
         stages.append(
             {
@@ -40,8 +31,8 @@ def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
                 "comm_s": cost.comm_s,
                 "peak_bytes": cost.peak_bytes,
                 "in_flight": cost.in_flight,
-                "input_s": input_s,
-                "weight_s": weight_s,
+                "input_s": cost.halves_s[0],
+                "weight_s": cost.halves_s[1],
                 "reduce_s": cost.reduce_s,
                 "update_s": cost.update_s,
                 "host_bytes": cost.host_bytes,
@@ -54,16 +45,13 @@ def stages_json(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
 
 def shapes_json(answer: Answer) -> list[dict[str, Any]]:
     """Returns the best plan of each kind of shape that the planner tried, the fastest first."""
-    shapes = list[dict[str, Any]]()
-    for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s):
-        bounds = plan.decision.bounds
-        shapes.append(
-            {
-                "shape": kind,
-                "replicas": list(plan.shape.replicas),
-                "layers_per_stage": [end - first for first, end in pairwise(bounds)],
-                "microbatches": plan.problem.microbatches,
-                "step_s": plan.step_s,
-            }
-        )
-    return shapes
+    return [
+        {
+            "shape": kind,
+            "replicas": list(plan.shape.replicas),
+            "layers_per_stage": [end - first for first, end in pairwise(plan.decision.bounds)],
+            "microbatches": plan.problem.microbatches,
+            "step_s": plan.step_s,
+        }
+        for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
+    ]

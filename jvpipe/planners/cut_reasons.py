@@ -11,12 +11,10 @@ With the later cut, the first layer of a stage would be the last layer of the st
 If devices have several stages, the seconds and bytes are those of devices.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, device_bytes, evaluate_decision, stage_cost
+from jvpipe.planners.model.stage_cost import Stages, device_bytes, evaluate_decision, stage_cost
 from jvpipe.util.sizes import ROUNDING, format_bytes
 
 
@@ -47,9 +45,7 @@ def device_reasons(problem: Problem) -> list[str]:
     reasons = []
     for place, group in enumerate(problem.groups):
         limit = problem.limit_of(place)
-        facts = []
-        if limit is not None:
-            facts.append(format_bytes(limit))
+        facts = [] if limit is None else [format_bytes(limit)]
         if group.slowness:
             facts.append(f"layers take {group.mean_slowness:.2f} times as long")
         name = problem.name_of(place)
@@ -60,7 +56,7 @@ def device_reasons(problem: Problem) -> list[str]:
 def _reason(
     problem: Problem,
     decision: Decision,
-    stages: Sequence[StageCost],
+    stages: Stages,
     s: int,
 ) -> str:
     """Explains why the first layer of stage `s` is not the last layer of the stage before."""
@@ -69,8 +65,7 @@ def _reason(
     costs = problem.costs
     layer = costs.ids[j] if costs.ids else j
     head = f"layer {layer} ({costs.layers[j].name}) goes to stage {s} because "
-    is_bound = (min(group) <= j < max(group) for group in problem.together)
-    if any(is_bound):
+    if any(min(group) <= j < max(group) for group in problem.together):
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
@@ -81,40 +76,35 @@ def _reason(
     choices[j] = max(choices[j], 0)
     choices[j + 1] = max(choices[j + 1], RECOMPUTE)
     before = stage_cost(problem, s - 1, i, j + 1, choices)
-    place = problem.places[s - 1]
+    place, next_place = problem.places[s - 1 : s + 1]
     limit = problem.limit_of(place)
     moved = [*stages[: s - 1], before, *stages[s:]]
-    if problem.places[s] == place:  # both stages are on one device, which keeps the layer
+    if next_place == place:  # both stages are on one device, which keeps the layer
         moved[s] = stage_cost(problem, s, j + 1, k, choices)
     several = problem.schedule.chunks > 1
-    who, other = f"stage {s - 1}", f"stage {s}"
-    if several:
-        who, other = problem.name_of(s - 1), problem.name_of(s)
+    name = problem.name_of if several else "stage {}".format
+    who = name(s - 1)
     held_bytes = device_bytes(problem, moved)[place]
     if limit is not None and held_bytes > limit:
-        size = format_bytes(held_bytes)
-        allowed = format_bytes(limit)
-        return head + f"{who} would hold {size} with it, the limit is {allowed}"
+        size, allowed = format_bytes(held_bytes), format_bytes(limit)
+        return f"{head}{who} would hold {size} with it, the limit is {allowed}"
     now_s = _busy_s(problem, stages)
     moved_s = _busy_s(problem, moved)[place]
-    moved_ms = 1e3 * moved_s
+    would = f"would take {1e3 * moved_s:.2f} ms"
     longer_s = moved_s * (1 - ROUNDING)  # a difference as small as rounding errors is not a reason
     slowest_s = max(now_s)
     if longer_s > slowest_s:
-        return head + (
-            f"{who} would take {moved_ms:.2f} ms with it, more than the slowest "
-            f"{'device' if several else 'stage'}'s {1e3 * slowest_s:.2f} ms"
-        )
-    slower_s = max(now_s[place], now_s[problem.places[s]])
+        kind = "device" if several else "stage"
+        most = f"the slowest {kind}'s {1e3 * slowest_s:.2f} ms"
+        return f"{head}{who} {would} with it, more than {most}"
+    slower_s = max(now_s[place], now_s[next_place])
     if longer_s > slower_s:
-        return head + (
-            f"the slower of {who} and {other} would take {moved_ms:.2f} ms, "
-            f"now {1e3 * slower_s:.2f} ms"
-        )
+        now = f"now {1e3 * slower_s:.2f} ms"
+        return f"{head}the slower of {who} and {name(s)} {would}, {now}"
     # Only a simulation would show whether the step would be longer.
-    return f"{head}the planner chose so: {who} could hold it, and would take {moved_ms:.2f} ms"
+    return f"{head}the planner chose so: {who} could hold it, and {would}"
 
 
-def _busy_s(problem: Problem, stages: Sequence[StageCost]) -> list[float]:
+def _busy_s(problem: Problem, stages: Stages) -> list[float]:
     """Returns each device's seconds per micro-batch: the sum over its stages, which take turns."""
     return np.bincount(problem.places, [stage.seconds for stage in stages]).tolist()

@@ -32,27 +32,22 @@ def order_reasons(
         return []
     # Without a limit, 1F1B keeps everything. So the comparison shows both what the order gains and
     # what the memory limit costs.
-    schedule = find_schedule("1f1b")
-    plain = replace(
-        problem.unlimited,
-        stages=problem.devices,
-        schedule=schedule,
-    )
+    usual_schedule = find_schedule("1f1b")
+    plain = replace(problem.unlimited, stages=problem.devices, schedule=usual_schedule)
     ours = evaluate_decision(problem, decision)
     usual = evaluate_decision(plain, under_rule(plain))
     step_s = simulated_step_s(problem, ours.stages)
     usual_s = simulated_step_s(plain, usual.stages)
     idle = simulated_bubble_fraction(problem, ours.stages)
     usual_idle = simulated_bubble_fraction(plain, usual.stages)
-    size = format_bytes(ours.peak_bytes)
-    usual_size = format_bytes(usual.peak_bytes)
     line = (
         f"simulated, a step takes {1e3 * step_s:.2f} ms, "
         f"{step_s / usual_s:.2f} of 1f1b's where that keeps everything: "
         f"devices are idle for {idle:.0%} of it ({usual_idle:.0%}), "
         f"transfers take {1e3 * _transfer_s(ours):.2f} ms per micro-batch "
         f"({1e3 * _transfer_s(usual):.2f}), "
-        f"by the planners' count, the fullest device holds {size} ({usual_size})"
+        f"by the planners' count, the fullest device holds "
+        f"{format_bytes(ours.peak_bytes)} ({format_bytes(usual.peak_bytes)})"
     )
     if not cross_layer:
         return [line]
@@ -81,8 +76,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
     >>> update_reasons(problem, Decision.keeping_all([0, 1, 4]))
     ['an update takes 500.00 to 1500.00 ms on a stage, 8 times a step']
     """
-    stages = evaluate_decision(problem, decision).stages
-    seconds = sorted(stage.update_s for stage in stages)
+    seconds = sorted(stage.update_s for stage in evaluate_decision(problem, decision).stages)
     if not seconds[-1]:
         return []
     often = "once a step" if problem.updates == 1 else f"{problem.updates:g} times a step"

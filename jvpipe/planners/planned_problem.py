@@ -63,7 +63,5 @@ class Planned:
     @property
     def placed(self) -> list[LayerCost]:
         """The costs of each layer on the device where the plan puts it."""
-        layers: list[LayerCost] = []
-        for s, (i, j) in enumerate(pairwise(self.decision.bounds)):
-            layers += self.problem.layers_on(s)[i:j]
-        return layers
+        spans = enumerate(pairwise(self.decision.bounds))
+        return [layer for s, (i, j) in spans for layer in self.problem.layers_on(s)[i:j]]

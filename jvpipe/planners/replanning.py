@@ -34,16 +34,17 @@ import numpy as np
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.planners.model.problem import Bounds, Slowness, with_entry
 from jvpipe.runtime.engine.monitor import TICK_S
 from jvpipe.util.sizes import ROUNDING
 
 
 def cuts_at_speeds(
-    layer_s: Sequence[float],
-    slowness: Sequence[float],
-    fixed_s: Sequence[float] = (),
-    places: Sequence[int] = (),
-) -> list[int]:
+    layer_s: np.ndarray,
+    slowness: np.ndarray,
+    fixed_s: Sequence[float],
+    places: np.ndarray,
+) -> tuple[int, ...]:
     """Finds how many layers each stage should have, so that the slowest stage takes least time.
 
     Two exact dynamic programs run over all cuts, each in O(S L^2). The first finds the least
@@ -55,17 +56,15 @@ def cuts_at_speeds(
         layer_s: the seconds of each layer on a device that is not slow.
         slowness: how many times longer each stage's device takes.
         fixed_s: the seconds of each stage that do not depend on its layers.
-        places: the device of each stage; empty if each stage has its own.
+        places: the device of each stage.
 
-    >>> cuts_at_speeds([1.0] * 6, [1.0, 1.0]), cuts_at_speeds([1.0] * 6, [1.0, 2.0])
-    ([3, 3], [4, 2])
+    >>> cuts_at_speeds(np.ones(6), np.array([1.0, 2.0]), [0.0, 0.0], np.arange(2))
+    (4, 2)
     """
     total = np.concatenate([[0.0], np.cumsum(layer_s)])
     bound = np.arange(len(layer_s) + 1)
     # run_s[i, j]: seconds of layers i to j - 1; a stage has at least one layer
-    between_s = total - total[:, None]
-    run_s = np.where(bound > bound[:, None], between_s, np.inf)
-    fixed_s = fixed_s or [0.0] * len(slowness)
+    run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
     of_stages = zip(slowness, fixed_s, strict=True)
     stages = [slow * run_s + more_s for slow, more_s in of_stages]
     # The least sum alone could make the slowest stage slower, and that stage limits the step.
@@ -75,14 +74,14 @@ def cuts_at_speeds(
     assert bounds is not None, "there are as many layers as stages need"
     if len(set(places)) < len(places):
         bounds = _balanced(bounds, stages, places)
-    return np.diff(bounds).tolist()
+    return tuple(np.diff(bounds).tolist())
 
 
 def _balanced(
-    bounds: tuple[int, ...],
+    bounds: Bounds,
     stages: Sequence[np.ndarray],
-    places: Sequence[int],
-) -> tuple[int, ...]:
+    places: np.ndarray,
+) -> Bounds:
     """Moves bounds one at a time until no move makes the slowest devices faster.
 
     The loop ends, because each move lowers the sorted seconds, and there are finitely many bounds.
@@ -93,18 +92,18 @@ def _balanced(
         places: the device of each stage.
     """
 
-    def slowest_first(bounds: tuple[int, ...]) -> list[float]:
+    def slowest_first(bounds: Bounds) -> list[float]:
         ends = zip(stages, pairwise(bounds), strict=True)
         return sorted(np.bincount(places, [s[span] for s, span in ends]), reverse=True)
 
     while True:
         moved = [
-            (*bounds[:s], at, *bounds[s + 1 :])
+            with_entry(bounds, s, at)
             for s in range(1, len(stages))
             for at in range(bounds[s - 1] + 1, bounds[s + 1])
         ]
-        best = min(moved, key=slowest_first)
-        if slowest_first(best) >= slowest_first(bounds):
+        best = min([bounds, *moved], key=slowest_first)
+        if best == bounds:
             return bounds
         bounds = best
 
@@ -162,7 +161,7 @@ class Replan:
     cuts: tuple[int, ...]
     why: str
     gain_s: float
-    slowness: tuple[tuple[float, ...], ...] = ()
+    slowness: tuple[Slowness, ...] = ()
 
     def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
         """Tells whether moving takes fewer seconds than the new cuts save within the horizon.
@@ -247,8 +246,8 @@ class Trigger:
         if len(self._window) < self.rule.steps:
             return None
         # Each of these steps has shown a gain. The cuts are chosen for the mean of their seconds.
-        layer_s, exposed_s = zip(*self._window, strict=True)
-        means = Seen(np.mean(layer_s, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist())
+        fields = zip(*self._window, strict=True)
+        means = Seen(*(np.mean(of, axis=0).tolist() for of in fields))
         replan = self._better(plan, means)
         self._window.clear()
         self.asked = replan.cuts if replan else None
@@ -269,42 +268,40 @@ class Trigger:
         expected, rule = self._expected, self.rule
         assert expected is not None
         devices, places = np.unique(_devices(plan), return_inverse=True)
-        slowness = self.slowness(plan, seen)
-        # by_device is w f of each layer, and ratio is r.
-        by_device = expected * np.repeat(slowness, plan.cuts)
-        ratio = np.array(seen.layer_s) / by_device
+        slowness = _slowness(expected, plan, seen)
+        # The product is w f of each layer, and ratio is r.
+        ratio = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
         far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
         ratio = np.where(far, ratio, 1.0)
         seconds = expected * ratio
         chunks = len(places) / len(devices)
 
         def step_s(cuts: Sequence[int]) -> float:
-            starts = np.cumsum([0, *cuts[:-1]])
-            work_s = np.add.reduceat(seconds, starts) * slowness
-            parts_s = work_s + np.array(seen.exposed_s)
+            parts_s = _of_stages(seconds, cuts) * slowness + seen.exposed_s
             # The stages of a device take turns, so their seconds add up.
-            busy_s = np.bincount(places, parts_s)
-            return self._step_s(float(busy_s.max()), float(parts_s.sum()), chunks)
+            slowest_s = np.bincount(places, parts_s).max()
+            return self._step_s(float(slowest_s), float(parts_s.sum()), chunks)
 
         now_s = step_s(plan.cuts)
-        at_home = plan.cuts == self.home.cuts
+        home = self.home.cuts
         least_s = self._least_step_s(float(seconds.sum()), slowness, chunks)
-        needed_gain = rule.gain if at_home else rule.gain_home
+        needed_gain = rule.gain if plan.cuts == home else rule.gain_home
         # No cuts are sought if even a step as short as the lower bound gains too little.
         if now_s - least_s <= now_s * needed_gain:
             return None
-        cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s, places.tolist()))
-        goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
+        cuts = cuts_at_speeds(seconds, slowness, seen.exposed_s, places)
+        goes_home = step_s(cuts) >= step_s(home) * (1 - rule.gain)
         if goes_home:
-            cuts = self.home.cuts
+            cuts = home
         gain_s = now_s - step_s(cuts)
         enough = gain_s > now_s * (rule.gain_home if goes_home else rule.gain)
         if not enough or cuts == plan.cuts or cuts in self.refused:
             return None
-        times = tuple(tuple((f * ratio).tolist()) for f in slowness)
-        return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
+        why = self._why(expected, plan, seen, goes_home)
+        times = np.outer(slowness, ratio).tolist()
+        return Replan(cuts, why, gain_s, tuple(map(tuple, times)))
 
-    def _least_step_s(self, total_s: float, slowness: Sequence[float], chunks: float) -> float:
+    def _least_step_s(self, total_s: float, slowness: np.ndarray, chunks: float) -> float:
         """Returns a lower bound on the seconds of a step under any cuts.
 
         If work could be divided anywhere, not only between layers, all devices could be
@@ -313,8 +310,8 @@ class Trigger:
         the fastest device would take for all the work: the total times the least f.
         """
         # `slowness` has the f of a device once for each of its stages.
-        shared_s = chunks * total_s / sum(1 / f for f in slowness)
-        return self._step_s(shared_s, total_s * min(slowness), chunks)
+        shared_s = chunks * total_s / sum(1 / slowness)
+        return self._step_s(shared_s, total_s * slowness.min(), chunks)
 
     def _step_s(self, slowest_s: float, all_s: float, chunks: float) -> float:
         """Estimates a step's seconds as `surrogate` does (`stage_cost.py`), without transfers.
@@ -326,29 +323,10 @@ class Trigger:
             return (self._microbatches - 1 / chunks) * slowest_s + all_s / chunks
         return self._microbatches * slowest_s
 
-    def slowness(self, plan: Plan, seen: Seen) -> list[float]:
-        """Returns how many times longer than planned the device of each stage takes.
-
-        Args:
-            plan: the plan under which the step ran.
-            seen: the seconds of the step.
-        """
-        assert self._expected is not None
-        ratio = np.array(seen.layer_s) / self._expected
-        device = np.repeat(_devices(plan), plan.cuts)
-        slow: dict[int, float] = {}
-        for d in set(device.tolist()):
-            here = device == d
-            slow[d] = _median(ratio[here], self._expected[here])
-        return [slow[stage.devices[0]] for stage in plan.stages]
-
-    def _why(self, plan: Plan, seen: Seen, goes_home: bool) -> str:
+    def _why(self, expected: np.ndarray, plan: Plan, seen: Seen, goes_home: bool) -> str:
         """Names the reason: the stage whose seconds are furthest from the planned seconds."""
-        assert self._expected is not None
-        starts = np.cumsum([0, *plan.cuts[:-1]])
-        of_layers_s = np.add.reduceat(np.array(seen.layer_s), starts)
-        took_s = of_layers_s + np.array(seen.exposed_s)
-        ratio = took_s / np.add.reduceat(self._expected, starts)
+        took_s = _of_stages(np.array(seen.layer_s), plan.cuts) + seen.exposed_s
+        ratio = took_s / _of_stages(expected, plan.cuts)
         # All stages may be slower than planned. If there are three or more, the stage
         # furthest from the median is named.
         relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
@@ -356,6 +334,26 @@ class Trigger:
         if goes_home and np.all(ratio < self.rule.layer):
             return "every stage takes what was planned again"
         return f"stage {stage} takes {ratio[stage]:.1f} times what was planned"
+
+
+def _of_stages(layer_s: np.ndarray, cuts: Sequence[int]) -> np.ndarray:
+    """Adds up the seconds of each stage's layers."""
+    starts = np.cumsum([0, *cuts[:-1]])
+    return np.add.reduceat(layer_s, starts)
+
+
+def _slowness(expected: np.ndarray, plan: Plan, seen: Seen) -> np.ndarray:
+    """Returns how many times longer than planned the device of each stage takes.
+
+    Args:
+        expected: the planned seconds of each layer.
+        plan: the plan under which the step ran.
+        seen: the seconds of the step.
+    """
+    ratio = np.array(seen.layer_s) / expected
+    devices = _devices(plan)
+    at = np.repeat(devices, plan.cuts)
+    return np.array([_median(ratio[at == d], expected[at == d]) for d in devices])
 
 
 def _devices(plan: Plan) -> list[int]:
@@ -368,4 +366,4 @@ def _median(values: np.ndarray, weights: np.ndarray) -> float:
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
     middle = np.searchsorted(reached, reached[-1] / 2)
-    return float(values[order][middle])
+    return float(values[order[middle]])

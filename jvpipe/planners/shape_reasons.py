@@ -4,13 +4,13 @@ A place is a position along the pipeline; its devices are replicas, which share 
 shape says which devices each place has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jvpipe.planners.joint.rough_plan import RoughPlan, kept_or_again
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.shapes import Shape, Shapes
-from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
+from jvpipe.planners.model.stage_cost import Stages, evaluate_decision, keeps_limits
 from jvpipe.planners.model.stage_simulation import simulated_bubble_fraction, simulated_step_s
 
 
@@ -37,8 +37,7 @@ def pipeline_shape(problem: Problem, size: int = 1) -> Shape:
         problem: the problem, with the devices of each place.
         size: the examples of a micro-batch.
     """
-    places = dict(zip(problem.places, problem.where, strict=True))
-    return Shape(tuple(places[place] for place in range(problem.devices)), size)
+    return Shape(tuple(group.devices for group in problem.at_places), size)
 
 
 def shape_reasons(
@@ -61,7 +60,7 @@ def shape_reasons(
     best_s = simulated_step_s(problem, evaluate_decision(problem, decision).stages)
     present_kind = pipeline_shape(problem).kind
     others = [plan for kind, plan in kinds.items() if kind != present_kind]
-    lines = []
+    lines = _replica_reasons(shapes, problem, decision, best_s)
     for plan in sorted(others, key=lambda plan: plan.step_s):
         stages = evaluate_decision(plan.problem, plan.decision).stages
         lines.append(
@@ -69,7 +68,7 @@ def shape_reasons(
             f"{1e3 * plan.step_s:.2f} ms, {plan.step_s / best_s:.2f} times as long: "
             f"{_not_work(shapes, plan.problem, stages)}"
         )
-    return [*_replica_reasons(shapes, problem, decision, best_s), *lines]
+    return lines
 
 
 def _replica_reasons(
@@ -89,21 +88,20 @@ def _replica_reasons(
     reasons = []
     shape = pipeline_shape(problem, shapes.batch // problem.microbatches)
     for p, devices in enumerate(shape.places):
-        count = len(devices)
-        if count == 1:
+        fewer = len(devices) - 1
+        if not fewer:
             continue
         # The cuts stay. Fates are decided again, but only roughly: a stage keeps everything or
         # recomputes everything. A full search for each place would take as long as planning.
-        fewer = with_entry(shape.places, p, devices[:-1])
-        without = shapes.problem(replace(shape, places=fewer))
-        rough = kept_or_again(without, decision.bounds)
-        evaluation = evaluate_decision(without, rough)
-        has = f"{_stages_at(problem, p)} {count} devices"
+        places = with_entry(shape.places, p, devices[:-1])
+        without = shapes.problem(replace(shape, places=places))
+        evaluation = evaluate_decision(without, kept_or_again(without, decision.bounds))
+        has = f"{_stages_at(problem, p)} {fewer + 1} devices"
         if not keeps_limits(without, evaluation):
-            reasons.append(f"{has} because with {count - 1} it would not keep the limit")
+            reasons.append(f"{has} because with {fewer} it would not keep the limit")
             continue
         step_s = simulated_step_s(without, evaluation.stages)
-        would = f"with {count - 1} a step would take {1e3 * step_s:.2f} ms"
+        would = f"with {fewer} a step would take {1e3 * step_s:.2f} ms"
         # If the user has fixed the number of devices, fewer devices may be as fast.
         is_reason = step_s > best_s
         reasons.append(f"{has} because {would}" if is_reason else f"{has}; {would}, not longer")
@@ -112,16 +110,14 @@ def _replica_reasons(
 
 def _stages_at(problem: Problem, place: int) -> str:
     """Names the stages at a place as the subject of a sentence, such as "stages 0 and 2 have"."""
-    stages = [str(s) for s, at in enumerate(problem.places) if at == place]
-    if len(stages) == 1:
-        return f"stage {stages[0]} has"
-    return f"stages {', '.join(stages[:-1])} and {stages[-1]} have"
+    *others, last = (str(s) for s, at in enumerate(problem.places) if at == place)
+    return f"stages {', '.join(others)} and {last} have" if others else f"stage {last} has"
 
 
 def _not_work(
     shapes: Shapes,
     problem: Problem,
-    stages: Sequence[StageCost],
+    stages: Stages,
 ) -> str:
     """Says how much of a step is overhead: the longest all-reduce, and idle time."""
     longest_s = max(stage.reduce_s for stage in stages)

@@ -17,7 +17,7 @@ decide whether a limit can be kept. So `within_limit` tries only two models: the
 layers, and the one with all layers halved. `SPLITTING` has the thresholds, which may be changed.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ from jvpipe.cost import roofline
 from jvpipe.cost.costs import bounds_inside
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.slowness import work_s
-from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
+from jvpipe.planners.model.chain_dp import Matrix, least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.planned_problem import Planned
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
@@ -110,10 +110,7 @@ class Splitter:
             traced: the model.
             stages: how many stages the plan is to have.
         """
-        while len(traced.graph.layers) < stages:
-            finer = self.finer(traced)
-            if finer is None:
-                break
+        while len(traced.graph.layers) < stages and (finer := self.finer(traced)):
             traced = finer
         return traced
 
@@ -164,13 +161,13 @@ class Splitter:
         for _ in range(rounds):
             finer = self.evener(best.traced, best.planned) if uneven(best.planned) else None
             if finer is None:
-                return best
+                break
             try:
                 candidate = plan(finer)
             except (Infeasible, MemoryLimitExceeded):
-                return best
+                break
             if candidate.planned.step_s > best.planned.step_s * (1 - SPLITTING.gain):
-                return best
+                break
             best = candidate
         return best
 
@@ -203,15 +200,11 @@ class Splitter:
             wrong = self._first_wrong(traced, where)
             if wrong is None:
                 return split_at(traced, where) if where else None
-            kind = layer_signature(traced.bodies[wrong[0]])
-            inside = {
-                layer: [
-                    place
-                    for place in places
-                    if place.before_end != wrong[1] or layer_signature(traced.bodies[layer]) != kind
-                ]
-                for layer, places in inside.items()
-            }
+            refused, before_end = wrong
+            kind = layer_signature(traced.bodies[refused])
+            for layer, places in inside.items():
+                if layer_signature(traced.bodies[layer]) == kind:
+                    inside[layer] = [place for place in places if place.before_end != before_end]
         return None
 
     def _first_wrong(
@@ -235,21 +228,14 @@ class Splitter:
         """Cuts in two all layers that can be cut; returns None if there is none."""
         # Layers of one kind share a program, so all of them are cut at the same place.
         kinds = [layer_signature(body) for body in traced.bodies]
-        where: dict[Hashable, int | None] = {}
-        for layer, kind in enumerate(kinds):
-            if kind not in where:
-                where[kind] = self._place(traced, layer)
-        cuts: dict[int, int] = {}
-        for layer, kind in enumerate(kinds):
-            place = where[kind]
-            if place is not None:
-                cuts[layer] = place
+        where = {kind: self._place(traced, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+        places = enumerate(map(where.get, kinds))
+        cuts = {layer: place for layer, place in places if place is not None}
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
         """Finds the best place to cut a layer in two; None if there is no place."""
-        points = split_points(traced, layer, self._equation_s)
-        for point in points[: SPLITTING.places]:
+        for point in split_points(traced, layer, self._equation_s)[: SPLITTING.places]:
             halves = split_layers(traced, {layer: point})
             if self.keeps_bits(traced, layer, halves):
                 return point
@@ -320,6 +306,7 @@ def even_places(
     at_s = np.array([cut.at_s for cut in cuts])
     link_s = np.array([2 * problem.peer.seconds(cut.sent_bytes) for cut in cuts])
     link_s[0] = 0.0  # nothing comes in before the first layer
+    between_s = at_s - at_s[:, None]
 
     def matrices() -> Iterator[Matrix]:
         """Yields each stage's seconds, by the place where it begins (row) and ends (column).
@@ -327,14 +314,12 @@ def even_places(
         They include transfers of the tensors that cross the place where the stage begins, and of
         their cotangents.
         """
-        for stage, time in enumerate(times):
-            starts = slice(None) if stage else slice(1)
-            ends = slice(None) if stage < len(times) - 1 else slice(-1, None)
-            work_s = time * (at_s[None, ends] - at_s[starts, None])
-            with_link_s = work_s + link_s[starts, None]
+        for time in times:
+            work_s = time * between_s
+            with_link_s = work_s + link_s[:, None]
             yield np.where(work_s > 0, with_link_s, np.inf)
 
-    least_s = least_max(matrices())
+    least_s, _ = least_path(matrices(), np.maximum)
     if not np.isfinite(least_s):
         return []
     sent = np.array([float(cut.sent_bytes) for cut in cuts])
@@ -343,8 +328,8 @@ def even_places(
     price = cuts_a_layer + sent / (1 + sent.sum())
     most_s = SPLITTING.near_times * least_s
     # Each stage's price, by the same places; infinite if the stage takes too long.
-    prices = (np.where(x <= most_s, price[: len(x), None], np.inf) for x in matrices())
-    _, path = least_sum(prices)
+    prices = (np.where(x <= most_s, price[:, None], np.inf) for x in matrices())
+    _, path = least_path(prices, np.add)
     assert path is not None
     chosen = [cuts[at] for at in path]
     return [(cut.layer, cut.before_end) for cut in chosen if cut.layer is not None]
@@ -352,12 +337,8 @@ def even_places(
 
 def _times(planned: Planned, layer_s: Sequence[float]) -> list[float]:
     """Returns, for each stage, its seconds divided by the sum of its layers' seconds."""
-    times: list[float] = []
-    bounds = pairwise(planned.decision.bounds)
-    for stage, (i, j) in zip(planned.evaluation.stages, bounds, strict=True):
-        of_layers_s = sum(layer_s[i:j]) or 1.0
-        times.append(stage.compute_s / of_layers_s)
-    return times
+    stages = zip(planned.evaluation.stages, pairwise(planned.decision.bounds), strict=True)
+    return [stage.compute_s / (sum(layer_s[i:j]) or 1.0) for stage, (i, j) in stages]
 
 
 def _cuts(
@@ -396,8 +377,7 @@ def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
     kept = [cuts[0]]
     for cut in cuts[1:]:
         before = kept[-1]
-        near = cut.at_s - before.at_s < least_s
-        if cut.layer is None or not near:
+        if cut.layer is None or cut.at_s - before.at_s >= least_s:
             kept.append(cut)
         elif before.layer is not None and cut.sent_bytes < before.sent_bytes:
             kept[-1] = cut

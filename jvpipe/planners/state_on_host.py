@@ -1,5 +1,6 @@
 """Counts bytes and seconds of optimizer state on the host; brings back what devices can hold."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,11 +20,11 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
         graph: the model's layers.
         optimizer: the optimizer, cut for these layers.
     """
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for leaf in optimizer.state:
         if leaf.parameter is not None and leaf.owner is not None:
             name = graph.parameters[leaf.parameter].array.name
-            sizes[name] = sizes.get(name, 0) + leaf.array.bytes
+            sizes[name] += leaf.array.bytes
     return sizes
 
 
@@ -38,12 +39,12 @@ def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
         sizes: the bytes of each parameter's state.
         problem: the problem to which the plan is an answer; it has the link to the host.
     """
-    held_bytes: dict[int, int] = {}
+    held_bytes = Counter[int]()
     for stage in plan.stages:
-        names = [name for name, fate in stage.state_fates.items() if fate == "swap"]
-        away = sum(sizes.get(name, 0) for name in names)
+        swapped = (name for name, fate in stage.state_fates.items() if fate == "swap")
+        away = sum(sizes.get(name, 0) for name in swapped)
         for device in stage.devices:
-            held_bytes[device] = held_bytes.get(device, 0) + away
+            held_bytes[device] += away
     # Each update copies the state.
     return problem.updates * max(map(problem.host.seconds, held_bytes.values()))
 
@@ -89,6 +90,6 @@ def room_left(
     for stage, size in zip(plan.stages, held_bytes, strict=True):
         for device in stage.devices:
             # If a device has several stages, the one that leaves the least room counts.
-            limit = limits[device]
-            room[device] = min(room.get(device, limit), limit - size)
+            left = limits[device] - size
+            room[device] = min(room.get(device, left), left)
     return room

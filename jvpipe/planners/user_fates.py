@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Literal
 
@@ -23,11 +24,7 @@ MODES = ("always", "except_last", "never")
 _log = logging.getLogger("jvpipe")
 
 
-def checkpointed(
-    graph: LayerGraph,
-    plan: Plan,
-    mode: str,
-) -> Plan:
+def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
     """Applies one of torchgpipe's checkpoint modes, which recompute whole stages from their inputs.
 
     Args:
@@ -47,11 +44,11 @@ def checkpointed(
     # forward of the stage's last layer run again before cotangents arrive, and not within
     # that layer's backward.
     again = Fate.RECOMPUTE
-    stages = []
-    for stage in plan.stages:
-        names = _names(graph, stage, again)
-        stages.append(replace(stage, fates=dict.fromkeys(names, again)))
-    return replace(plan, stages=tuple(stages), keep_last=mode == "except_last")
+    stages = tuple(
+        replace(stage, fates=dict.fromkeys(_names(graph, stage, again), again))
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages, keep_last=mode == "except_last")
 
 
 def with_fates(
@@ -74,27 +71,7 @@ def with_fates(
     Raises:
         ValueError: an unknown fate, or a pattern that matches nothing.
     """
-    unknown = set(patterns.values()) - set(FATES)
-    if unknown:
-        raise ValueError(f"unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
-
-    def matching(pattern: str, fate: Fate) -> list[list[str]]:
-        names = [_names(graph, stage, fate) for stage in plan.stages]
-        matches = _matching(names, pattern)
-        # The pattern may name a value that is not a candidate. Then all candidates of the
-        # value's layer are taken instead.
-        if not any(matches):
-            matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
-            if not any(matches):
-                raise ValueError(
-                    f"unknown tensor '{pattern}' in fates: no name matches, "
-                    f"{_close(pattern, names)}"
-                )
-            taken = ", ".join(chain.from_iterable(matches))
-            _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
-        return matches
-
-    return _changed(plan, "fates", patterns, matching)
+    return _changed(plan, "fates", patterns, partial(_names, graph), partial(_nearest, graph))
 
 
 def with_state_fates(
@@ -115,41 +92,15 @@ def with_state_fates(
     Raises:
         ValueError: a fate that state cannot have, or a pattern that matches no trained parameter.
     """
-    unknown = set(patterns.values()) - set(STATE_FATES)
-    if unknown:
-        raise ValueError(
-            f"unknown fates {sorted(unknown)} in state_fates: there are {', '.join(STATE_FATES)}"
-        )
-    names = [_trained(graph, stage) for stage in plan.stages]
-
-    def matching(pattern: str, _: Fate) -> list[list[str]]:
-        matches = _matching(names, pattern)
-        if not any(matches):
-            raise ValueError(
-                f"unknown parameter '{pattern}' in state_fates: no path matches, "
-                f"{_close(pattern, names)}"
-            )
-        return matches
-
-    return _changed(plan, "state_fates", patterns, matching)
-
-
-def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
-    """Lists for each stage the names that a pattern matches."""
-    return [[name for name in of_stage if fnmatchcase(name, pattern)] for of_stage in names]
-
-
-def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
-    """Says which names are nearest to a pattern that matches no name."""
-    every = list(chain.from_iterable(names))
-    return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
+    return _changed(plan, "state_fates", patterns, lambda stage, _: _trained(graph, stage))
 
 
 def _changed(
     plan: Plan,
     field: Literal["fates", "state_fates"],
     patterns: Mapping[str, str],
-    matching: Callable[[str, Fate], list[list[str]]],
+    names_of: Callable[[Stage, Fate], list[str]],
+    nearest_of: Callable[[Stage, str], list[str]] = lambda *_: [],
 ) -> Plan:
     """Gives each pattern's fate to the tensors or parameters that it matches; later patterns win.
 
@@ -157,25 +108,40 @@ def _changed(
         plan: the plan whose fates are changed.
         field: which fates of its stages are changed.
         patterns: fates by pattern.
-        matching: lists for each stage the names that a pattern with this fate matches.
+        names_of: lists the names that can have a fate on a stage.
+        nearest_of: lists the names of a stage that a pattern stands for if it matches no name.
     """
+    of_state = field == "state_fates"
+    known = STATE_FATES if of_state else FATES
+    unknown = set(patterns.values()) - set(known)
+    if unknown:
+        where = " in state_fates" if of_state else ""
+        raise ValueError(f"unknown fates {sorted(unknown)}{where}: there are {', '.join(known)}")
     every_fate = [dict(getattr(stage, field)) for stage in plan.stages]
     for pattern, fate in patterns.items():
-        matched = matching(pattern, Fate(fate))
-        for fates, names in zip(every_fate, matched, strict=True):
-            fates.update(dict.fromkeys(names, Fate(fate)))
-    stages = []
-    for stage, fates in zip(plan.stages, every_fate, strict=True):
-        changed = replace(stage, **{field: fates})
-        stages.append(changed)
-    return replace(plan, stages=tuple(stages))
+        names = [names_of(stage, Fate(fate)) for stage in plan.stages]
+        matched = [[name for name in some if fnmatchcase(name, pattern)] for some in names]
+        # The pattern may name a value that is not a candidate. Then all candidates of the
+        # value's layer are taken instead.
+        if not any(matched):
+            matched = [nearest_of(stage, pattern) for stage in plan.stages]
+            if not any(matched):
+                what, kind = ("parameter", "path") if of_state else ("tensor", "name")
+                close = ", ".join(nearest(pattern, list(chain(*names)))) or "none"
+                raise ValueError(
+                    f"unknown {what} '{pattern}' in {field}: no {kind} matches, "
+                    f"the nearest are {close}"
+                )
+            taken = ", ".join(chain(*matched))
+            _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
+        for fates, some in zip(every_fate, matched, strict=True):
+            fates.update(dict.fromkeys(some, Fate(fate)))
+    changed = zip(plan.stages, every_fate, strict=True)
+    stages = tuple(replace(stage, **{field: fates}) for stage, fates in changed)
+    return replace(plan, stages=stages)
 
 
-def recut(
-    graph: LayerGraph,
-    plan: Plan,
-    cuts: Sequence[int],
-) -> Plan:
+def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     """Changes a plan's layers per stage, on the same devices; values keep their fates if possible.
 
     Args:
@@ -183,11 +149,8 @@ def recut(
         plan: the plan whose cuts are changed.
         cuts: the number of layers of each stage, in order.
     """
-    every_fate = dict[str, Fate]()
-    every_state_fate = dict[str, Fate]()
-    for stage in plan.stages:
-        every_fate.update(stage.fates)
-        every_state_fate.update(stage.state_fates)
+    every_fate = {name: fate for stage in plan.stages for name, fate in stage.fates.items()}
+    state = {name: fate for stage in plan.stages for name, fate in stage.state_fates.items()}
     stages = []
     spans = pairwise(accumulate(cuts, initial=0))
     for old, (i, j) in zip(plan.stages, spans, strict=True):
@@ -197,8 +160,7 @@ def recut(
         # stage had before wins.
         carried = every_fate | dict(old.fates)
         fates = {name: fate for name, fate in carried.items() if name in possible[fate]}
-        trained = [name for name in _trained(graph, stage) if name in every_state_fate]
-        state_fates = {name: every_state_fate[name] for name in trained}
+        state_fates = {name: state[name] for name in _trained(graph, stage) if name in state}
         stages.append(replace(stage, fates=fates, state_fates=state_fates))
     return replace(plan, stages=tuple(stages))
 
@@ -214,20 +176,18 @@ def _names(
     it.
     """
     inside = set(stage.layers)
-    layers = [graph.layers[i] for i in stage.layers]
-    names = _candidates(graph, layers)
+    names = _candidates(graph, [graph.layers[i] for i in stage.layers])
     for tensor in graph.tensors:
-        read = not inside.isdisjoint(tensor.readers)
-        makes = tensor.producer in inside
-        is_possible = makes if FATES[fate].again else read
-        if is_possible:
+        ends = [tensor.producer] if FATES[fate].again else tensor.readers
+        if not inside.isdisjoint(ends):
             names.append(tensor.array.name)
     return names
 
 
 def _trained(graph: LayerGraph, stage: Stage) -> list[str]:
     """Lists the paths of the parameters that a stage updates."""
-    trained = (p for layer in stage.layers for p in graph.trained(graph.owned(layer)))
+    owned = map(graph.owned, stage.layers)
+    trained = chain.from_iterable(map(graph.trained, owned))
     return [graph.parameters[p].array.name for p in trained]
 
 
@@ -243,7 +203,7 @@ def _nearest(
     start = pattern.rpartition("/")[0]
     if not start.strip("*?/"):
         return []
-    every = [graph.layers[i] for i in stage.layers]
+    every = (graph.layers[i] for i in stage.layers)
     named = [layer for layer in every if fnmatchcase(graph.label(layer), start)]
     return _candidates(graph, named)
 

@@ -15,7 +15,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.papers.asking import ask
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why_not
-from jvpipe.planners.answer_json import plan_of, shapes_json, stages_json
+from jvpipe.planners.answer_json import shapes_json, stages_json
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
@@ -218,7 +218,7 @@ class Forecast:
         if len(self.answers) > 1:
             console.print(comparison(map(self._row, self.answers)))
         elif self.simulated:
-            stages = stages_json(problem, best)
+            stages = stages_json(best)
             names = list(map(problem.name_of, range(len(stages)))) if problem.groups else []
             console.print(stage_table(stages, names))
             compiled = [f"stage {s}: {stage}" for s, stage in enumerate(best.compiled)]
@@ -253,7 +253,7 @@ class Forecast:
                 "stages": [],
                 "planning_s": answer.planning_s,
             }
-        stages = stages_json(problem, answer)
+        stages = stages_json(answer)
         for stage in stages:
             del stage["host_bytes"]
         # The compiler's bytes are added to each stage. An answer that was not compiled has none.
@@ -283,12 +283,12 @@ class Forecast:
     def _row(self, answer: Answer) -> tuple[str, ...]:
         """Returns the row of an answer in the table that compares planners."""
         planning, evaluation = f"{answer.planning_s:.2f}", answer.evaluation
-        if evaluation is None:
+        if evaluation is None or answer.plan is None:
             return answer.planner, "no plan fits", "", "", "", "", planning
         over = "" if answer.fits(self.problem) else " (over the limit)"
         return (
             answer.planner,
-            " ".join(map(str, plan_of(self.problem, answer).cuts)),
+            " ".join(map(str, answer.plan.cuts)),
             f"{1e3 * evaluation.bottleneck_s:.2f}",
             f"{1e3 * answer.step_s(self.problem):.2f}",
             f"{self._idle(answer, evaluation):.1%}",

@@ -10,12 +10,10 @@ def check_sums(problem: Problem) -> None:
     layers, m, in_flight = problem.costs.layers, problem.microbatches, max(problem.in_flight)
     crossing = [edge.bytes for edge in problem.costs.edges]
     kept = [layer.options[0].kept_bytes for layer in layers]
-    peer_s = sum(map(problem.peer.seconds, crossing))
-    host_s = sum(map(problem.host.seconds, kept))
     sums = {
         "the layers compute": m * sum(work_s(layers)),
-        "links between stages are busy": 2 * m * peer_s,
-        "links to the host are busy": 2 * m * host_s,
+        "links between stages are busy": 2 * m * sum(map(problem.peer.seconds, crossing)),
+        "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
     }
     for what, seconds in sums.items():
         # `not <=` also refuses NaN, for which every comparison is false.
@@ -29,9 +27,8 @@ def check_sums(problem: Problem) -> None:
     versions = max(problem.schedule.versions(s, stages) for s in range(stages))
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
-    inputs = sum(layer.input_bytes for layer in layers)
+    per_microbatch = sum(layer.input_bytes for layer in layers) + sum(kept) + sum(crossing)
     # No plan is likely to hold more on a device than all layers with every value kept.
-    per_microbatch = inputs + sum(kept) + sum(crossing)
     held_bytes = weights + once + in_flight * per_microbatch
     if held_bytes > MOST_BYTES:
         raise ValueError(

@@ -45,17 +45,14 @@ def least_path(
     >>> least_path([square] * 3, np.add), least_path([square] * 4, np.add)
     ((10.0, (0, 1, 2, 3)), (inf, None))
     """
-    best = None
+    every = iter(matrices)
+    best = next(every)[0]
     came = list[np.ndarray]()
-    for matrix in matrices:
-        if best is None:
-            best = matrix[0]
-            continue
+    for matrix in every:
         total = how(best[:, None], matrix)
         origins = total.argmin(0)
         came.append(origins)
         best = total[origins, np.arange(total.shape[1])]
-    assert best is not None, "there is at least one stage"
     if not np.isfinite(best[-1]):
         return float("inf"), None
     # Follow the best start of each stage, from the last place back to the first.

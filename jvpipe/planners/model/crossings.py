@@ -25,11 +25,16 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.cost.costs import Edge
-from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
+from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, hops
 
 
 class Crossings:
-    """The values of a model that cross bounds."""
+    """The values of a model that cross bounds.
+
+    Attributes:
+        received: counts the bytes of values that segments read from earlier layers.
+        returned: counts the bytes of the cotangents that segments return for these values.
+    """
 
     def __init__(
         self,
@@ -49,27 +54,13 @@ class Crossings:
         self._n = n
         self._values = _hops(edges)
         self._cotangents = _hops(e for e in edges if e.differentiable)
-        self._received = _hops(whole).spans()
-        self._returned = _hops(e for e in whole if e.differentiable).spans()
+        self.received = Spans(*_hops(whole)[1:]).over
+        self.returned = Spans(*_hops(e for e in whole if e.differentiable)[1:]).over
         # A value crosses all cuts up to its last reader, and its cotangent crosses them back.
-        sent = Hops.of(
-            (e.producer, [max(e.readers)], (1 + e.differentiable) * e.bytes) for e in whole
-        )
-        self._sent = Spans(
-            self._mirrored(sent.b),
-            self._mirrored(sent.a),
-            sent.bytes,
-        )
+        sent = ((e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in whole)
+        self._sent = self._mirrored(*hops(tuple(sent))[1:])
         self._early_spans = cache(self._early)
         self._late_spans = cache(self._late)
-
-    def received(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes of values that segments read from earlier layers."""
-        return self._received.over(starts, ends)
-
-    def returned(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the bytes of the cotangents that segments return for the values they received."""
-        return self._returned.over(starts, ends)
 
     def sent(self, starts: Cuts, ends: Cuts) -> Grid:
         """Counts the bytes of values for later layers, and of the cotangents that come back."""
@@ -91,16 +82,19 @@ class Crossings:
             starts: where segments begin.
             ends: where they end.
         """
-        reach = min(len(in_flight) - 1, self._values.reach)
-        near = in_flight[len(in_flight) - 1 - reach :]
-        more = tuple(before - after for before, after in pairwise(near))
-        count = min(later, self._cotangents.longest)
-        early = self._early_spans(more[::-1]).over(starts, ends)
-        return early + self._backwards(self._late_spans(count), starts, ends)
+        producer, _, reader, _ = self._values
+        _, sender, last, _ = self._cotangents
+        reach = (reader - producer).max(initial=0)
+        longest = int((last - sender).max(initial=0))
+        more = [before - after for before, after in pairwise(in_flight)]
+        early = self._early_spans(tuple(more[::-1][:reach]))
+        late = self._late_spans(min(later, longest))
+        return early.over(starts, ends) + self._backwards(late, starts, ends)
 
-    def _mirrored(self, layers: Cuts) -> Cuts:
-        """Counts layers from the end, so that a segment's mirror image receives what it sends."""
-        return self._n - 1 - layers
+    def _mirrored(self, a: np.ndarray, b: np.ndarray, w: np.ndarray) -> Spans:
+        """Makes spans with layers counted from the end, so that what leaves a segment enters it."""
+        last = self._n - 1
+        return Spans(last - b, last - a, w)
 
     def _backwards(
         self,
@@ -124,13 +118,12 @@ class Crossings:
                 minus those in flight d - 1 stages before this one. Most stages of a model
                 without long edges have the same `more`, and share the result.
         """
-        hops = self._values
-        parts = []
-        for d, times in enumerate(more, 1):
-            far = hops.at(hops.b - hops.producer >= d)
-            begin = np.maximum(far.a, far.producer + d - 1)
-            parts.append((begin, far.b, times * far.bytes))
-        return joined_spans(parts)
+        producer, a, b, sizes = self._values
+        times = np.array(more, dtype=np.int64)[:, None]
+        d = np.arange(1, len(more) + 1)[:, None]
+        # A span that would begin after its end, because b is less than d away, is dropped.
+        begin = np.maximum(a, producer + d - 1)
+        return Spans(begin, b, times * sizes)
 
     def _late(self, count: int) -> Spans:
         """Makes the spans of waiting cotangents, in the mirrored model.
@@ -141,17 +134,13 @@ class Crossings:
 
         Args:
             count: the most stages that a sender may be away: the number of stages after
-                this one, or the layers of the longest hop (`Hops.longest`), if fewer.
+                this one, or the layers of the longest hop, if fewer.
         """
-        hops = self._cotangents
-        parts = []
-        for d in range(1, count + 1):
-            far = hops.at(hops.b - hops.a >= d)
-            begin = self._mirrored(far.b - d + 1)
-            parts.append((begin, self._mirrored(far.a), far.bytes))
-        return joined_spans(parts)
+        _, a, b, sizes = self._cotangents
+        d = np.arange(1, count + 1)[:, None]
+        return self._mirrored(a, b - d + 1, sizes)
 
 
 def _hops(edges: Iterable[Edge]) -> Hops:
     """Makes the hops of edges, from producers to readers and from reader to reader."""
-    return Hops.of((edge.producer, edge.readers, edge.bytes) for edge in edges)
+    return hops(tuple((edge.producer, edge.readers, edge.bytes) for edge in edges))

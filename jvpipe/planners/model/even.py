@@ -9,7 +9,7 @@ from jaxtyping import Float
 from jvpipe.cost.slowness import work_s
 from jvpipe.planners.model.chain_dp import least_sufficient
 from jvpipe.planners.model.grids import sums
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Bounds, Decision, Problem
 from jvpipe.planners.model.segments import Segments
 
 
@@ -30,13 +30,11 @@ def even(problem: Problem) -> Decision:
     layers = len(problem.costs.layers)
     *targets, _ = accumulate(even_counts(layers, stages))
     places = [0]
-    for s, cut in enumerate(targets):
+    for s, cut in enumerate(targets, len(cuts) - stages + 1):
         first = places[-1] + 1
-        last = len(cuts) - stages + s  # one allowed cut must be left for each later bound
-        distances = np.abs(cuts[first : last + 1] - cut)
-        places.append(first + int(distances.argmin()))
-    bounds = [int(cuts[place]) for place in places]
-    return Decision.keeping_all([*bounds, layers])
+        # One allowed cut is left for each later bound.
+        places.append(first + int(np.abs(cuts[first:s] - cut).argmin()))
+    return Decision.keeping_all([*cuts[places].tolist(), layers])
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
@@ -49,7 +47,7 @@ def even_counts(layers: int, stages: int) -> list[int]:
     return [share + (s < more) for s in range(stages)]
 
 
-def balanced(problem: Problem) -> tuple[int, ...]:
+def balanced(problem: Problem) -> Bounds:
     """Finds bounds that give devices nearly equal work.
 
     The search begins with the bounds whose longest stage takes the least time. It then moves one
@@ -70,7 +68,7 @@ def balanced(problem: Problem) -> tuple[int, ...]:
 
     def rank(bounds: Sequence[int]) -> tuple[float, float]:
         stages_s = totals[places, bounds[1:]] - totals[places, bounds[:-1]]
-        devices_s = np.bincount(places, stages_s, problem.devices)
+        devices_s = np.bincount(places, stages_s)
         unevenness = (devices_s**2).sum() + (stages_s**2).sum()
         return float(devices_s.max().round(12)), float(unevenness)
 
@@ -82,11 +80,10 @@ def balanced(problem: Problem) -> tuple[int, ...]:
             for by in (-1, 1):
                 moved = best.copy()
                 moved[s] += by
-                in_order = moved[s - 1] < moved[s] < moved[s + 1]
-                if in_order and rank(moved) < rank(best):
+                if moved[s - 1] < moved[s] < moved[s + 1] and rank(moved) < rank(best):
                     best = moved
                     better = True
-    return tuple(int(cuts[place]) for place in best)
+    return tuple(cuts[best].tolist())
 
 
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
@@ -130,9 +127,8 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
             bounds.append(int(fits.argmax()) if fits.any() else end - 1)
         return bounds[::-1]
 
-    high = float(totals[:, -1].max())
     # Halving is correct because a time suffices if any shorter time does.
-    shortest_s = least_sufficient(lambda tried_s: filled(tried_s) is not None, 0.0, high, 1e-12)
-    best = filled(shortest_s)
+    high = float(totals[:, -1].max())
+    best = filled(least_sufficient(lambda tried_s: bool(filled(tried_s)), 0.0, high, 1e-12))
     assert best is not None, "there are at least as many layers as stages"
     return best

@@ -29,10 +29,8 @@ OverJ = Float[np.ndarray, "J"]
 
 def sums(values: Iterable[float]) -> OverJ:
     """Makes prefix sums: entry j is the sum over the first j layers, for j = 0, 1, ..."""
-    if not isinstance(values, np.ndarray):
-        values = np.array(list(values), dtype=np.float64)
-    total = np.cumsum(values, dtype=np.float64)
-    return np.concatenate([[0.0], total])
+    every = np.fromiter(values, np.float64)
+    return np.concatenate([[0.0], np.cumsum(every)])
 
 
 def between(
@@ -60,9 +58,8 @@ def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
     """
     # There is a column for each layer, because the largest number may be between two ends.
     every = ends_up_to(starts, ends)
-    of_layers = layers[every - 1]
     inside = every > starts[:, None]
-    in_segments = np.where(inside, of_layers, 0.0)
+    in_segments = np.where(inside, layers[every - 1], 0.0)
     return most_up_to(in_segments, starts, ends)
 
 
@@ -95,16 +92,28 @@ def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     return np.where(sizes > 0, seconds, 0.0)
 
 
-def shown_s(whole_s: Grid, backward_s: Grid, link: Link) -> Grid:
-    """Returns a lower bound on the part of each all-reduce that does not overlap with backwards.
+def reduce_s(
+    link: Link,
+    reduced_bytes: OverJ,
+    backward_s: OverJ | None,
+    starts: Cuts,
+    ends: Cuts,
+) -> Grid:
+    """Returns lower bounds of the seconds that each segment's all-reduce adds to a step.
 
-    The bound is the latency or, if larger, the excess of the all-reduce over the backwards. The
-    part may be longer, because a layer's gradients are reduced only after the layer's backward.
+    If all-reduces overlap with backwards, both are assumed to begin together. The part that does
+    not overlap is then the latency or, if larger, the excess of the all-reduce over the backwards.
+    It may be longer, because a layer's gradients are reduced only after the layer's backward.
 
     Args:
-        whole_s: the seconds of each segment's all-reduce.
-        backward_s: the seconds of each segment's backwards.
         link: the all-reduce as a link.
+        reduced_bytes: prefix sums of the bytes of the layers' gradients.
+        backward_s: prefix sums of the seconds of the layers' backwards; None: nothing overlaps.
+        starts: where segments begin.
+        ends: where they end.
     """
-    longer_s = np.maximum(whole_s - backward_s, link.latency_s)
+    whole_s = link_seconds(link, between(reduced_bytes, starts, ends))
+    if backward_s is None:
+        return whole_s
+    longer_s = np.maximum(whole_s - between(backward_s, starts, ends), link.latency_s)
     return np.where(whole_s > 0, longer_s, 0.0)

@@ -19,7 +19,7 @@ from jvpipe.planners.model.grids import OverJ, between, most_up_to, sums
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import CutBlock, Segments
 from jvpipe.planners.model.spans import Cuts, Grid
-from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
+from jvpipe.planners.model.stage_bytes import option_bytes
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,13 @@ class KeptBytes:
     """The bytes that segments hold of one micro-batch if all is kept; the same for every stage.
 
     Attributes:
-        shared: the bytes of values that several layers read.
-        kept: the bytes that are held once all forwards of the segment have run, `shared` included.
+        own: the bytes that are held once all forwards of the segment have run, but for the values
+            that several layers read.
+        kept: the same bytes with these values.
         beyond: the most bytes that are held while a layer runs, minus `kept`.
     """
 
-    shared: Grid
+    own: Grid
     kept: Grid
     beyond: Grid
 
@@ -51,12 +52,12 @@ class KeptBytes:
             kept: for each layer, the bytes that it keeps of a micro-batch.
             working: for each layer, the bytes that it needs only while it runs.
         """
-        starts = block.starts
-        ends = block.ends
-        in_the_end = between(sums(kept), starts, ends) + block.shared_bytes
+        starts, ends = block.starts, block.ends
+        own = between(sums(kept), starts, ends)
+        in_the_end = own + block.shared_bytes
         at_work = segments.at_work(starts, ends, kept, working)
         beyond = most_up_to(at_work, starts, ends) - in_the_end
-        return KeptBytes(block.shared_bytes, in_the_end, beyond)
+        return KeptBytes(own, in_the_end, beyond)
 
     def peak(self, in_flight: int, fixed_bytes: Grid) -> Grid:
         """Counts the most bytes that each segment holds as a stage.
@@ -64,9 +65,9 @@ class KeptBytes:
         Args:
             in_flight: how many micro-batches are in flight on the stage.
             fixed_bytes: the result of `Segments.fixed_bytes`. It includes the shared values of all
-                micro-batches in flight. They are subtracted, because `kept` includes them, too.
+                micro-batches in flight.
         """
-        return fixed_bytes + on_device_bytes(in_flight, self.kept - self.shared) + self.beyond
+        return fixed_bytes + in_flight * self.own + self.beyond
 
 
 class KeepAll:
@@ -99,10 +100,10 @@ class KeepAll:
             return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
         fixed_bytes = self.segments.fixed_bytes(s, self.cuts, self.cuts)
         peak_bytes = self._kept.peak(self.segments.in_flight[s], fixed_bytes)
-        if self.problem.group(s).replicas == 1:
-            return self._inside(peak_bytes)
-        reducing_bytes = self.segments.block(s, self.cuts, self.cuts).reducing_bytes
-        return self._inside(np.maximum(peak_bytes, reducing_bytes))
+        if self.problem.group(s).replicas > 1:
+            reducing_bytes = self.segments.block(s, self.cuts, self.cuts).reducing_bytes
+            peak_bytes = np.maximum(peak_bytes, reducing_bytes)
+        return self._inside(peak_bytes)
 
     @cached_property
     def _block(self) -> CutBlock:
@@ -116,12 +117,7 @@ class KeepAll:
         layers = [option_bytes(layer, layer.options[0]) for layer in self.segments.costs.layers]
         kept = np.array([float(x.kept) for x in layers])
         working = np.array([float(x.working) for x in layers])
-        return KeptBytes.of(
-            self.segments,
-            self._block,
-            kept,
-            working,
-        )
+        return KeptBytes.of(self.segments, self._block, kept, working)
 
     @property
     def kept_bytes(self) -> Grid:
@@ -141,5 +137,5 @@ def least_kept_bytes(problem: Problem) -> float:
     >>> least_kept_bytes(Problem(costs, 2, find_schedule("gpipe"), 4))
     160.0
     """
-    kept = KeepAll(problem)
-    return least_path(map(kept.peak_bytes, range(problem.stages)), np.maximum)[0]
+    peak_bytes = map(KeepAll(problem).peak_bytes, range(problem.stages))
+    return least_path(peak_bytes, np.maximum)[0]

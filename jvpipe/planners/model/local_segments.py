@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jvpipe.cost.costs import Costs, Option, bounds_inside
 from jvpipe.cost.hardware import Link
-from jvpipe.planners.model.grids import between, link_seconds, shown_s, sums
+from jvpipe.planners.model.grids import between, reduce_s, sums
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Group, Problem
 from jvpipe.planners.model.segments import Segments
@@ -47,9 +47,9 @@ class LocalSegments:
         self.pins = shapes.pins
         forbidden = bounds_inside(shapes.local.costs[-1].together)
         self.cuts = np.array([b for b in range(shapes.layers + 1) if b not in forbidden])
-        crossed = sorted(forbidden & set(self.pins.bounds or ()))
+        crossed = forbidden.intersection(self.pins.bounds or ())
         if crossed:
-            b = crossed[0]
+            b = min(crossed)
             raise ValueError(
                 f"cuts {self.pins.cuts}: layers {b - 1} and {b} must share a stage",
             )
@@ -90,10 +90,9 @@ class LocalSegments:
             return cuts
         sizes = self.shapes.sizes
         costs = self.shapes.local.at(sizes[len(sizes) // 2])
-        segments = Segments(_of_stages(costs, 1, 1))
+        segments = Segments(_of_stages(costs))
         inner = cuts[1:-1]
-        gradients = sums(layer.reduced_bytes for layer in costs.layers)
-        works = segments.compute_s, gradients
+        works = segments.compute_s, sums(layer.reduced_bytes for layer in costs.layers)
         work = sum(total[inner] / max(total[-1], 1e-30) for total in works) / 2
         sections = np.ceil(work * (count - 2))
         fewest_last = np.argsort(-segments.crossing_bytes[inner], kind="stable")
@@ -116,14 +115,13 @@ class LocalSegments:
 
     def between(self, layers: PerLayer) -> Grid:
         """Sums a number per layer over each segment; infinite for segments without layers."""
-        inside = self.coarse > self.coarse[:, None]
-        taken = between(sums(layers), self.coarse, self.coarse)
-        return np.where(inside, taken, np.inf)
+        cuts = self.coarse
+        return np.where(cuts > cuts[:, None], between(sums(layers), cuts, cuts), np.inf)
 
     def _crossing_bytes(self, size: int) -> Grid:
         """Counts the bytes that each segment receives and returns for `size` examples."""
         # The links of `_of_stages` carry a byte per second, so `comm_s` is a number of bytes.
-        segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
+        segments = Segments(_of_stages(self.shapes.local.at(size)))
         return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(
@@ -205,13 +203,7 @@ class LocalSegments:
         if again:
             costs = computing_again(costs)
         stages = min(3, self.shapes.layers)
-        problem = _of_stages(
-            costs,
-            stages,
-            microbatches,
-            replicas,
-        )
-        return KeepAll(problem, cuts=self.coarse)
+        return KeepAll(_of_stages(costs, stages, microbatches, replicas), self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
         """Counts the seconds that each segment's all-reduce of gradients adds to a step.
@@ -221,15 +213,12 @@ class LocalSegments:
             link: the all-reduce as a link, such as `Group.reduces`.
         """
         layers = self.shapes.local.costs[-1].layers
-        reduced = sums(layer.reduced_bytes for layer in layers)
-        whole_s = link_seconds(link, between(reduced, self.coarse, self.coarse))
-        if not self.shapes.model.overlaps:
-            return whole_s
-        _, backward_s = self.layer_s(b)
-        return shown_s(
-            whole_s,
-            between(sums(backward_s), self.coarse, self.coarse),
+        return reduce_s(
             link,
+            sums(layer.reduced_bytes for layer in layers),
+            sums(self.layer_s(b)[1]) if self.shapes.model.overlaps else None,
+            self.coarse,
+            self.coarse,
         )
 
     def counts(self, size: int) -> tuple[int, ...]:
@@ -250,27 +239,19 @@ class LocalSegments:
 
 def _of_stages(
     costs: Costs,
-    stages: int,
-    microbatches: int,
+    stages: int = 1,
+    microbatches: int = 1,
     replicas: int = 1,
 ) -> Problem:
     """Makes a problem of stages on equal devices, with links that carry one byte per second."""
-    group = Group(tuple(range(replicas)))
-    return Problem(
-        costs,
-        stages,
-        ONE_F_ONE_B,
-        microbatches,
-        peer=Link(1.0),
-        groups=(group,) * stages,
-    )
+    groups = (Group(tuple(range(replicas))),) * stages
+    return Problem(costs, stages, ONE_F_ONE_B, microbatches, peer=Link(1.0), groups=groups)
 
 
 def computing_again(costs: Costs) -> Costs:
     """Returns the costs of layers that keep only their inputs and recompute everything else."""
     layers = []
     for layer in costs.layers:
-        extra_bytes = recompute_peak_bytes(layer)
-        again = Option(0, extra_s=layer.forward_s, extra_bytes=extra_bytes)
+        again = Option(0, extra_s=layer.forward_s, extra_bytes=recompute_peak_bytes(layer))
         layers.append(replace(layer, options=(again,)))
     return replace(costs, layers=tuple(layers))

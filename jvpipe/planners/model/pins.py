@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+from jvpipe.planners.model.problem import Bounds
+
 
 @dataclass(frozen=True)
 class Pins:
@@ -34,17 +36,17 @@ class Pins:
     @property
     def _counts(self) -> list[int]:
         """The numbers of stages that `stages`, `replicas` and `cuts` give, if they are fixed."""
-        lengths = (None if each is None else len(each) for each in (self.replicas, self.cuts))
-        return [count for count in (self.stages, *lengths) if count is not None]
+        lengths = [len(each) for each in (self.replicas, self.cuts) if each is not None]
+        return lengths if self.stages is None else [self.stages, *lengths]
 
     @property
-    def bounds(self) -> tuple[int, ...] | None:
+    def bounds(self) -> Bounds | None:
         """The bounds of the stages, as sums of `cuts`; None: not fixed."""
         return None if self.cuts is None else (0, *accumulate(self.cuts))
 
     def allow(
         self,
-        bounds: tuple[int, ...],
+        bounds: Bounds,
         replicas: tuple[int, ...],
         size: int,
     ) -> bool:
@@ -107,9 +109,10 @@ class Pins:
                 f"replicas {self.replicas} take {sum(self.replicas)} devices, "
                 f"there are {devices}: use fewer replicas, or more devices"
             )
-        if (self.count or 1) > min(devices, layers):
+        most = min(devices, layers)
+        if (self.count or 1) > most:
             raise ValueError(
-                f"{self.count} stages: there can be 1 to {min(devices, layers)}, "
+                f"{self.count} stages: there can be 1 to {most}, "
                 f"for {devices} devices and {layers} layers"
             )
         if self.cuts is not None and sum(self.cuts) != layers:

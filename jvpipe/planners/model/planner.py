@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from jvpipe.planners.model.local_segments import LocalSegments
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decide
 from jvpipe.planners.model.shapes import Path
 
 ShapeRule = Callable[[LocalSegments, int], Path | None]
@@ -42,7 +42,7 @@ class Planner:
     """
 
     name: str
-    decide: Callable[[Problem], Decision]
+    decide: Decide
     why: str
     fate_rule: FateRule = FateRule.KEEPS
     asks_seconds: bool = True

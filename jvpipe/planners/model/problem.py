@@ -8,7 +8,7 @@ chooses what each layer keeps, swaps or recomputes between its forward and its b
     chunk    one of several stages at one place; most schedules have one chunk per place
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +18,13 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.ir.plan import Fate, Plan, Stage
 from jvpipe.schedules.schedule import Schedule
+
+Devices = tuple[int, ...]
+"""Devices, by their numbers outside of a problem, such as in a plan."""
+Slowness = tuple[float, ...]
+"""For each layer, the seconds on a device as a multiple of those in the costs; empty: all are 1."""
+Bounds = tuple[int, ...]
+"""The first layer of each stage, and the number of layers."""
 
 RECOMPUTE = -1
 """A choice: the layer's forward runs again before its backward, from its input, which is kept."""
@@ -34,8 +41,7 @@ class Group:
 
     Attributes:
         devices: the numbers of these devices outside of the problem.
-        slowness: for each layer, the seconds on the slowest of these devices, as a multiple
-            of the seconds in the costs; empty: all multiples are 1.
+        slowness: the slowness of the slowest of these devices.
         less_bytes: by how many bytes the limit of these devices is below the problem's
             limit. The device with the least memory counts.
         name: the kind of these devices, for messages.
@@ -47,8 +53,8 @@ class Group:
         machines: the machine of each of these devices; empty if the cluster has only one.
     """
 
-    devices: tuple[int, ...]
-    slowness: tuple[float, ...] = ()
+    devices: Devices
+    slowness: Slowness = ()
     less_bytes: int = 0
     name: str = ""
     costs: Costs | None = None
@@ -67,7 +73,7 @@ class Group:
         return sum(self.slowness) / len(self.slowness) if self.slowness else 1.0
 
     @property
-    def kind(self) -> tuple[tuple[float, ...], int]:
+    def kind(self) -> tuple[Slowness, int]:
         """The properties by which groups of one device differ; equal for devices that are alike."""
         return self.slowness, self.less_bytes
 
@@ -117,8 +123,7 @@ class Problem:
     lent: float = 0.0
 
     def __post_init__(self) -> None:
-        layers = len(self.costs.layers)
-        chunks = self.schedule.chunks
+        layers, chunks = len(self.costs.layers), self.schedule.chunks
         if self.stages % chunks:
             raise ValueError(
                 f"{self.stages} stages: {self.schedule.name} has {chunks} per device, "
@@ -180,7 +185,7 @@ class Problem:
         return tuple(self.schedule.device_of(s, self.devices) for s in range(self.stages))
 
     @property
-    def where(self) -> tuple[tuple[int, ...], ...]:
+    def where(self) -> tuple[Devices, ...]:
         """The devices of each stage, by their numbers outside of the problem."""
         return tuple(self.at_places[place].devices for place in self.places)
 
@@ -205,7 +210,7 @@ class Problem:
         """Returns the layers' costs for the largest share that a device of a stage works on."""
         return self.group(s).costs or self.costs
 
-    def slowness(self, s: int) -> tuple[float, ...]:
+    def slowness(self, s: int) -> Slowness:
         """Returns the `slowness` of a stage's devices; empty if it is 1 for all layers."""
         return self.group(s).slowness
 
@@ -230,8 +235,7 @@ class Problem:
         if sender == receiver:
             return INFINITE
         goes_back = sender == receiver + 1
-        link = self.at_places[sender if goes_back else receiver].receives
-        return self.peer if link is None else link
+        return self.at_places[sender if goes_back else receiver].receives or self.peer
 
     def link_out_of(self, s: int) -> Link:
         """Returns the link over which a stage sends values and gets cotangents back."""
@@ -248,8 +252,8 @@ class Problem:
         limit = self.memory_limit_bytes
         if limit is None:
             return ()
-        by_number = {d: limit - group.less_bytes for group in self.at_places for d in group.devices}
-        return tuple(by_number[number] for number in sorted(by_number))
+        pairs = ((d, limit - group.less_bytes) for group in self.at_places for d in group.devices)
+        return tuple(of_device for _, of_device in sorted(pairs))
 
     @property
     def unlike_limits(self) -> bool:
@@ -276,7 +280,7 @@ class Problem:
     @cached_property
     def _layers_on(self) -> list[tuple[LayerCost, ...]]:
         """The costs of all layers, for the devices of each place."""
-        cache: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
+        cache: dict[tuple[int, Slowness], tuple[LayerCost, ...]] = {}
         every = []
         # Devices that are alike share one tuple of layers, because a model may have many
         # layers while a cluster has few kinds of devices.
@@ -284,9 +288,8 @@ class Problem:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
             if key not in cache:
-                # An empty slowness makes no layer slower.
                 slower = tuple(map(LayerCost.slower, costs.layers, group.slowness))
-                cache[key] = slower or costs.layers
+                cache[key] = slower or costs.layers  # an empty slowness makes no layer slower
             every.append(cache[key])
         return every
 
@@ -301,7 +304,7 @@ class Problem:
 
     def told_apart(
         self,
-        slowness: Sequence[tuple[float, ...]],
+        slowness: Sequence[Slowness],
         limits: Sequence[int],
         names: Sequence[str] = (),
         numbers: Sequence[int] = (),
@@ -322,17 +325,12 @@ class Problem:
         >>> apart.memory_limit_bytes, apart.limit_of(1), apart.layers_on(1)[0].forward_s
         (24, 11, 2.0)
         """
-        limit, groups = single_groups(
-            slowness,
-            limits,
-            names,
-            numbers,
-        )
+        limit, groups = single_groups(slowness, limits, names, numbers)
         return replace(self, memory_limit_bytes=limit, groups=groups)
 
 
 def single_groups(
-    slowness: Sequence[tuple[float, ...]],
+    slowness: Sequence[Slowness],
     limits: Sequence[int],
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
@@ -350,18 +348,18 @@ def single_groups(
         groups, and `names` and `numbers` are lost.
     """
     limit = max(limits, default=None)
-    groups = list[Group]()
-    for at, slower in enumerate(slowness):
-        group = Group(
+    groups = tuple(
+        Group(
             devices=(numbers[at] if numbers else at,),
             slowness=slower,
             less_bytes=0 if limit is None else limit - limits[at],
             name=names[at] if names else "",
         )
-        groups.append(group)
+        for at, slower in enumerate(slowness)
+    )
     # Devices that are all alike need no groups, and planning is faster without groups.
     are_alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
-    return limit, () if are_alike else tuple(groups)
+    return limit, () if are_alike else groups
 
 
 Entry = TypeVar("Entry")
@@ -395,7 +393,7 @@ class Decision:
     everything.
     """
 
-    bounds: tuple[int, ...]
+    bounds: Bounds
     choices: tuple[int, ...]
 
     @staticmethod
@@ -407,7 +405,7 @@ class Decision:
         self,
         problem: Problem,
         planner: str,
-        where: Sequence[tuple[int, ...]] | None = None,
+        where: Sequence[Devices] | None = None,
     ) -> Plan:
         """Converts the decision to a plan.
 
@@ -416,8 +414,8 @@ class Decision:
             planner: the name of the planner that made the decision.
             where: the devices of each stage; None: those of the problem.
         """
-        ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
-        where = problem.where if where is None else where
+        ids = problem.costs.ids or tuple(range(self.bounds[-1]))
+        where = where or problem.where
         stages = []
         for s, (i, j) in enumerate(pairwise(self.bounds)):
             costs = problem.costs_of(s)
@@ -425,11 +423,7 @@ class Decision:
             for layer in range(i, j):
                 fates.update(self._fates(costs, layer))
             stages.append(Stage(ids[i:j], where[s], fates))
-        return Plan(
-            tuple(stages),
-            problem.schedule.name,
-            planner,
-        )
+        return Plan(tuple(stages), problem.schedule.name, planner)
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
         """Returns the fates of a layer's values, by name; `costs` are those of its stage."""
@@ -444,3 +438,7 @@ class Decision:
                 if edge.producer == layer - 1 and layer in edge.readers:
                     fates[edge.name] = Fate.RECOMPUTE
         return fates
+
+
+Decide = Callable[[Problem], Decision]
+"""A planner as a function."""

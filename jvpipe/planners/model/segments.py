@@ -14,13 +14,12 @@ that of whole micro-batches.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jvpipe.cost.costs import Costs, bounds_inside
-from jvpipe.cost.hardware import Link
 from jvpipe.lowering.operation import reducing_copies
 from jvpipe.planners.model.crossings import Crossings
 from jvpipe.planners.model.grids import (
@@ -29,13 +28,12 @@ from jvpipe.planners.model.grids import (
     ends_up_to,
     link_seconds,
     most_of,
-    shown_s,
+    reduce_s,
     sums,
 )
-from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.problem import Problem, Slowness
 from jvpipe.planners.model.shared_state import surely_spared_bytes
-from jvpipe.planners.model.spans import Cuts, Grid, Hops
-from jvpipe.planners.model.stage_bytes import on_device_bytes
+from jvpipe.planners.model.spans import Cuts, Grid, Spans, hops
 
 ROWS_AT_ONCE = 256
 """For models of at most this many layers, `Segments.row` makes all rows of a stage at once.
@@ -51,7 +49,7 @@ class CutBlock:
     s: int
     starts: Cuts
     ends: Cuts
-    inside: np.ndarray  # bool: j > i
+    inside: Bool[np.ndarray, "_ _"]  # j > i
     forward_s: Grid
     compute_s: Grid  # forward and backward
     comm_s: Grid
@@ -63,17 +61,9 @@ class CutBlock:
 
     def at(self, rows: Cuts, columns: Cuts) -> "CutBlock":
         """Picks the segments of some starts and ends, given by their indices."""
-        grids = {
-            name: x[np.ix_(rows, columns)]
-            for name, x in vars(self).items()
-            if name not in ("s", "starts", "ends")
-        }
-        return CutBlock(
-            self.s,
-            self.starts[rows],
-            self.ends[columns],
-            **grids,
-        )
+        at = np.ix_(rows, columns)
+        s, starts, ends, *grids = vars(self).values()
+        return CutBlock(s, starts[rows], ends[columns], *(grid[at] for grid in grids))
 
 
 class Segments:
@@ -89,9 +79,8 @@ class Segments:
         self._others: dict[int, Segments] = {}
         self.n = len(problem.costs.layers)
         self.in_flight = problem.in_flight
-        self.versions = tuple(
-            problem.schedule.versions(s, problem.devices) for s in range(problem.stages)
-        )
+        versions = problem.schedule.versions
+        self.versions = tuple(versions(s, problem.devices) for s in range(problem.stages))
         layers = self.costs.layers
         self.forward_s = sums(layer.forward_s for layer in layers)
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
@@ -100,14 +89,15 @@ class Segments:
         self._crossings = Crossings(self.n, self.costs.edges, problem.costs.edges)
         # A shared value counts like an edge whose producer is before the model (-1): a
         # segment holds the value once, from its first reader in the segment on.
-        tensors = [x for x in self.costs.shared if not x.per_version]
-        copies = [x for x in self.costs.shared if x.per_version]
-        self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
-        self._copies = Hops.of((-1, x.layers, x.bytes) for x in copies).spans()
-        self._rows: dict[tuple[int, int], CutBlock] = {}
-        self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {
-            (): (self.forward_s, self.compute_s)
-        }
+        tensors = ((-1, x.layers, x.bytes) for x in self.costs.shared if not x.per_version)
+        copies = ((-1, x.layers, x.bytes) for x in self.costs.shared if x.per_version)
+        self._tensors = Spans(*hops(tuple(tensors))[1:])
+        self._copies = Spans(*hops(tuple(copies))[1:])
+        self._update_s = np.array([layer.update_s for layer in layers])
+        self._reduced_bytes = np.array([float(layer.reduced_bytes) for layer in layers])
+        self._seconds = cache(self._slowed)
+        self._square = cache(self._all_starts)
+        self.row = cache(self._row)
 
     def of(self, s: int) -> "Segments":
         """Returns the segments with the costs of one device of a stage, for its share."""
@@ -120,19 +110,20 @@ class Segments:
 
     def forward_of(self, s: int) -> OverJ:
         """Returns the prefix sums of the layers' forward seconds on a device of a stage."""
-        return self.of(s)._seconds(s)[0]
+        return self.of(s)._seconds(self.problem.slowness(s))[0]
 
     def compute_of(self, s: int) -> OverJ:
         """Returns the prefix sums of forward plus backward seconds on a device of a stage."""
-        return self.of(s)._seconds(s)[1]
+        return self.of(s)._seconds(self.problem.slowness(s))[1]
 
-    def _seconds(self, s: int) -> tuple[OverJ, OverJ]:
-        """Returns the sums of `forward_of` and `compute_of`, made once for each slowness."""
-        slowness = self.problem.slowness(s)
-        if slowness not in self._timed:
-            forward_s, compute_s = (np.diff(x) * slowness for x in self._timed[()])
-            self._timed[slowness] = sums(forward_s), sums(compute_s)
-        return self._timed[slowness]
+    def _slowed(self, slowness: Slowness) -> tuple[OverJ, OverJ]:
+        """Makes the sums of `forward_of` and `compute_of` on devices of this slowness."""
+        if not slowness:
+            return self.forward_s, self.compute_s
+        return (
+            sums(np.diff(self.forward_s) * slowness),
+            sums(np.diff(self.compute_s) * slowness),
+        )
 
     @cached_property
     def least_compute_s(self) -> OverJ:
@@ -184,9 +175,9 @@ class Segments:
     def windows(self) -> list[Cuts]:
         """For each bound of the stages, the cuts that leave at least one layer for every stage."""
         cuts = self.cuts
-        stages = self.problem.stages
+        spare = len(cuts) - self.problem.stages
         # Bound s needs at least s cuts before it and stages - s cuts after it.
-        inner = (cuts[s : len(cuts) - (stages - s)] for s in range(1, stages))
+        inner = (cuts[s : spare + s] for s in range(1, self.problem.stages))
         return [cuts[:1], *inner, cuts[-1:]]
 
     def static_bytes(self, s: int) -> OverJ:
@@ -210,21 +201,16 @@ class Segments:
             starts: the first layers of the segments, one for each row.
             ends: the layers after their last, one for each column.
         """
-        tensors = self._tensors.over(starts, ends)
-        copies = self._copies.over(starts, ends)
-        shared = on_device_bytes(self.in_flight[s], tensors) + self.versions[s] * copies
-        static = between(self.static_bytes(s), starts, ends)
-        following = self.problem.stages - 1 - s
         k = self.in_flight[: s + 1]
+        following = self.problem.stages - 1 - s
+        tensors = self._tensors.over(starts, ends)
+        copies = self.versions[s] * self._copies.over(starts, ends)
+        shared = k[s] * tensors + copies
+        static = between(self.static_bytes(s), starts, ends)
         fixed = static + shared + self._crossings.waiting_bytes(k, following, starts, ends)
         replicas = self.problem.group(s).replicas
         if replicas > 1:
-            fixed = fixed - surely_spared_bytes(
-                self.costs.layers,
-                starts,
-                ends,
-                replicas,
-            )
+            fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
         # All stages are compared with the limit of the roomiest device. So the bytes by which the
         # limit of this stage's devices is smaller count as if they were held.
         return fixed + self.problem.less_bytes(s)
@@ -257,11 +243,7 @@ class Segments:
         """
         every = ends_up_to(starts, ends)
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
-        return np.where(
-            every > starts[:, None],
-            built + working[every - 1],
-            0.0,
-        )
+        return np.where(every > starts[:, None], built + working[every - 1], 0.0)
 
     def block(
         self,
@@ -278,26 +260,29 @@ class Segments:
         """
         if self.of(s) is not self:
             return self.of(s).block(s, starts, ends)
-        crossings = self._crossings
-        received = crossings.received(starts, ends)
-        returned = crossings.returned(starts, ends)
-        arriving = received + returned
-        sent = crossings.sent(starts, ends)
-        peer = self.problem.link_into(s)
-        onward = self.problem.link_out_of(s)
+        problem = self.problem
+        received = self._crossings.received(starts, ends)
+        returned = self._crossings.returned(starts, ends)
+        sent = self._crossings.sent(starts, ends)
+        peer = problem.link_into(s)
+        onward = problem.link_out_of(s)
         traffic_s = np.zeros_like(sent)
-        if self.problem.peer_uses_host and onward == peer:
-            traffic_s = link_seconds(peer, arriving + sent)
-        elif self.problem.peer_uses_host:
-            traffic_s = link_seconds(peer, arriving) + link_seconds(onward, sent)
+        if problem.peer_uses_host and onward == peer:
+            traffic_s = link_seconds(peer, received + returned + sent)
+        elif problem.peer_uses_host:
+            traffic_s = link_seconds(peer, received + returned) + link_seconds(onward, sent)
         fixed_bytes = self.fixed_bytes(s, starts, ends)
         shared_bytes = self._tensors.over(starts, ends)
+        forward_s = self.forward_of(s)
+        compute_s = self.compute_of(s)
         once_s = self._updates_s(s, starts, ends)
         reducing_bytes = np.zeros_like(sent)
-        group = self.problem.group(s)
+        group = problem.group(s)
         if group.replicas > 1:
-            once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)
-            static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
+            backward_s = compute_s - forward_s if problem.overlaps else None
+            reduced_bytes = sums(self._reduced_bytes)
+            once_s = once_s + reduce_s(group.reduces, reduced_bytes, backward_s, starts, ends)
+            static = fixed_bytes - self.in_flight[s] * shared_bytes
             copies = reducing_copies(group.replicas)
             reducing_bytes = static + copies * most_of(self._reduced_bytes, starts, ends)
         return CutBlock(
@@ -305,8 +290,8 @@ class Segments:
             starts,
             ends,
             inside=ends > starts[:, None],
-            forward_s=between(self.forward_of(s), starts, ends),
-            compute_s=between(self.compute_of(s), starts, ends),
+            forward_s=between(forward_s, starts, ends),
+            compute_s=between(compute_s, starts, ends),
             comm_s=link_seconds(peer, received) + link_seconds(peer, returned),
             traffic_s=traffic_s,
             fixed_bytes=fixed_bytes,
@@ -315,37 +300,6 @@ class Segments:
             reducing_bytes=reducing_bytes,
         )
 
-    @cached_property
-    def _reduced_bytes(self) -> OverJ:
-        """The bytes of each layer's gradients that replicas add up."""
-        return np.array([float(layer.reduced_bytes) for layer in self.costs.layers])
-
-    @cached_property
-    def _update_s(self) -> OverJ:
-        """The seconds of the optimizer for each layer, per update."""
-        return np.array([layer.update_s for layer in self.costs.layers])
-
-    def _reduce_s(
-        self,
-        s: int,
-        link: Link,
-        starts: Cuts,
-        ends: Cuts,
-    ) -> Grid:
-        """Returns lower bounds of the seconds that each segment's all-reduce adds to a step.
-
-        If the all-reduce overlaps with the backwards, the bounds assume that both begin together.
-        """
-        whole_s = link_seconds(link, between(sums(self._reduced_bytes), starts, ends))
-        if not self.problem.overlaps:
-            return whole_s
-        backward_s = between(
-            self.compute_of(s) - self.forward_of(s),
-            starts,
-            ends,
-        )
-        return shown_s(whole_s, backward_s, link)
-
     def _updates_s(
         self,
         s: int,
@@ -353,10 +307,8 @@ class Segments:
         ends: Cuts,
     ) -> Grid:
         """Counts the seconds of a step's updates; replicas divide the layers among them."""
-        slowness = self.problem.slowness(s)
-        each_s = self.problem.updates * self._update_s
-        if slowness:
-            each_s = each_s * slowness
+        slowness = self.problem.slowness(s) or 1.0
+        each_s = self.problem.updates * self._update_s * slowness
         whole_s = between(sums(each_s), starts, ends)
         replicas = self.problem.group(s).replicas
         if replicas == 1:
@@ -365,20 +317,21 @@ class Segments:
         # the longest one.
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
-    def row(self, s: int, i: int) -> CutBlock:
+    def _row(self, s: int, i: int) -> CutBlock:
         """Makes the block of the segments of stage s that begin at i, with all ends j."""
-        if (s, i) not in self._rows:
-            is_small = self.n <= ROWS_AT_ONCE
-            starts = np.arange(self.n) if is_small else np.array([i])
-            ends = np.arange(self.n + 1)
-            block = self.block(s, starts, ends)
-            for at, start in enumerate(starts.tolist()):
-                self._rows[s, start] = block.at(np.array([at]), ends)
-        return self._rows[s, i]
+        start = np.array([i])
+        ends = np.arange(self.n + 1)
+        if self.n > ROWS_AT_ONCE:
+            return self.block(s, start, ends)
+        return self._square(s).at(start, ends)
+
+    def _all_starts(self, s: int) -> CutBlock:
+        """Makes the block of all segments of stage s."""
+        ends = np.arange(self.n + 1)
+        return self.block(s, ends[:-1], ends)
 
     @cached_property
     def crossing_bytes(self) -> OverJ:
         """For each j, the bytes of values and cotangents that cross a cut before layer j."""
-        start = np.array([0])
         ends = np.arange(self.n + 1)
-        return self._crossings.sent(start, ends)[0]
+        return self._crossings.sent(ends[:1], ends)[0]

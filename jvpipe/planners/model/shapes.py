@@ -17,7 +17,7 @@ import numpy as np
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.planners.model.pins import UNPINNED, Pins
-from jvpipe.planners.model.problem import Group, Problem, single_groups
+from jvpipe.planners.model.problem import Bounds, Devices, Group, Problem, Slowness, single_groups
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Shape:
     3:1 devices, micro-batches of 6
     """
 
-    places: tuple[tuple[int, ...], ...]
+    places: tuple[Devices, ...]
     size: int
 
     @staticmethod
@@ -46,10 +46,8 @@ class Shape:
             replicas: how many devices each place has.
             size: examples of a micro-batch.
         """
-        places = []
-        for start, count in zip(starts, replicas, strict=True):
-            devices = order[start : start + count]
-            places.append(tuple(sorted(devices)))
+        spans = zip(starts, replicas, strict=True)
+        places = (tuple(sorted(order[start : start + count])) for start, count in spans)
         return Shape(tuple(places), size)
 
     @property
@@ -70,7 +68,7 @@ class Shape:
         return f"{':'.join(map(str, self.replicas))} devices, micro-batches of {self.size}"
 
 
-Path = tuple[Shape, tuple[int, ...]]
+Path = tuple[Shape, Bounds]
 """A shape, and the bounds of its stages."""
 
 
@@ -120,7 +118,7 @@ class Shapes:
 
     def told_apart(
         self,
-        slowness: Sequence[tuple[float, ...]],
+        slowness: Sequence[Slowness],
         limits: Sequence[int],
         names: Sequence[str],
     ) -> "Shapes":
@@ -132,11 +130,8 @@ class Shapes:
             names: the kind of each device, for messages; empty: no names.
         """
         limit, groups = single_groups(slowness, limits, names)
-        return replace(
-            self,
-            model=replace(self.model, memory_limit_bytes=limit),
-            apart=groups,
-        )
+        model = replace(self.model, memory_limit_bytes=limit)
+        return replace(self, model=model, apart=groups)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -148,7 +143,7 @@ class Shapes:
         return tuple(mu for mu in divisors if self.pins.feeds(largest, mu))
 
     @cached_property
-    def orders(self) -> tuple[tuple[int, ...], ...]:
+    def orders(self) -> tuple[Devices, ...]:
         """The orders of devices along which places are laid out: DAPPLE's placements.
 
         "Append first" lists the devices machine by machine. "Scatter first" lists one device of
@@ -167,21 +162,19 @@ class Shapes:
         per_machine = self.cluster.devices_per_machine
         machines = self.devices // per_machine
         orders = [tuple(range(self.devices))]
-        # Another order makes a difference only if several machines have several devices each.
-        # Devices of one machine are then nearer to each other than to those of other machines.
-        if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
+        if self.devices % per_machine == 0:
             sizes = [q for q in range(2, machines + 1) if machines % q == 0]
             # One block of all machines is tried, and blocks of the next smaller size.
             for q in sizes[-2:]:
-                by_block = devices.reshape(machines // q, q, per_machine)
-                turned = by_block.transpose(0, 2, 1)
-                orders.append(tuple(turned.ravel().tolist()))
+                by_block = devices.reshape(-1, q, per_machine)
+                orders.append(tuple(by_block.transpose(0, 2, 1).ravel().tolist()))
         if self.apart:
             orders += map(tuple, sorted_orders(self.apart))
+        # If machines have one device each, or if there is one machine, all orders are the first.
         return tuple(dict.fromkeys(orders))
 
     @cached_property
-    def fastest(self) -> tuple[tuple[int, ...], ...]:
+    def fastest(self) -> tuple[Devices, ...]:
         """The devices that are at least as fast as a speed, for each speed but the slowest."""
         slowness = [group.mean_slowness for group in self.apart]
         return tuple(
@@ -195,14 +188,13 @@ class Shapes:
         for p, devices in enumerate(shape.places):
             # Replicas wait for the one with the largest share, so this share counts.
             share = -(-shape.size // len(devices))
-            is_whole = share == shape.size
             group = replace(
                 self._joined(devices),
-                costs=None if is_whole else self.local.at(share),
+                costs=None if share == shape.size else self.local.at(share),
                 # For p = 0, this is the link from the last place, as in a loop of stages.
                 receives=self.cluster.way(shape.places[p - 1], devices),
                 reduces=self.cluster.reducing(devices),
-                machines=self._machines(devices),
+                machines=self.cluster.machines_of(devices) if self.cluster.machines > 1 else (),
             )
             groups.append(group)
         costs = self.local.at(shape.size)
@@ -218,33 +210,26 @@ class Shapes:
             groups=tuple(groups),
         )
 
-    def _joined(self, devices: tuple[int, ...]) -> Group:
+    def _joined(self, devices: Devices) -> Group:
         """Joins devices into a group with their greatest slowness and their least memory."""
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]
-        slowest: tuple[float, ...] = ()
+        slowest: Slowness = ()
         if any(kind.slowness for kind in kinds):
             slowness = [kind.slowness or (1.0,) * self.layers for kind in kinds]
             slowest = tuple(map(max, zip(*slowness, strict=True)))
         names = dict.fromkeys(kind.name for kind in kinds if kind.name)
-        return Group(
-            devices,
-            slowest,
-            max(kind.less_bytes for kind in kinds),
-            ", ".join(names),
-        )
-
-    def _machines(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Lists the machines of devices; empty if the cluster has one machine."""
-        return self.cluster.machines_of(devices) if self.cluster.machines > 1 else ()
+        less_bytes = max(kind.less_bytes for kind in kinds)
+        return Group(devices, slowest, less_bytes, ", ".join(names))
 
 
 def sorted_orders(groups: Sequence[Group]) -> list[list[int]]:
     """Lists the groups by their speed, then by their memory, each of them falling and rising."""
-    orders = []
-    for quality in (lambda group: group.mean_slowness, lambda group: group.less_bytes):
-        for rising in (False, True):
-            order = sorted(range(len(groups)), key=lambda d: quality(groups[d]), reverse=rising)
-            orders.append(order)
-    return orders
+    by_speed = [group.mean_slowness for group in groups]
+    by_memory = [group.less_bytes for group in groups]
+    return [
+        sorted(range(len(groups)), key=rank.__getitem__, reverse=rising)
+        for rank in (by_speed, by_memory)
+        for rising in (False, True)
+    ]

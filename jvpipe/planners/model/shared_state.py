@@ -64,11 +64,7 @@ def surely_spared_bytes(
         replicas: how many replicas the stage has.
     """
     sizes = [layer.state_bytes for layer in layers]
-    total = between(
-        sums(layer.state_bytes for layer in layers),
-        starts,
-        ends,
-    )
+    total = between(sums(layer.state_bytes for layer in layers), starts, ends)
     # `largest` bounds the fullest replica's bytes. Each size is tried as x, and may raise it.
     largest = np.zeros_like(total)
     for size in sorted(set(sizes) - {0}):

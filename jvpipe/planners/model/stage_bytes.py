@@ -100,8 +100,7 @@ class LayerBytes(NamedTuple):
 
 def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
     """Counts a layer's bytes under an option, including its input, which is kept or swapped."""
-    kept = option.kept_bytes
-    swapped = option.swapped_bytes
+    kept, swapped = option.kept_bytes, option.swapped_bytes
     if option.swaps_input:
         swapped += layer.input_bytes
     else:
@@ -127,8 +126,7 @@ def recompute_s(layer: LayerCost) -> float:
     seconds. If even the last option leaves something, the whole forward runs again.
     """
     last = layer.options[-1]
-    leaves = last.kept_bytes + last.swapped_bytes
-    return layer.forward_s if leaves else last.extra_s
+    return layer.forward_s if last.kept_bytes + last.swapped_bytes else last.extra_s
 
 
 def recomputed_bytes(layer: LayerCost) -> LayerBytes:
@@ -137,12 +135,7 @@ def recomputed_bytes(layer: LayerCost) -> LayerBytes:
     The layer keeps only its input. Its backward recomputes the residuals itself.
     """
     working = recompute_peak_bytes(layer) + layer.temporary_bytes
-    return LayerBytes(
-        layer.input_bytes,
-        0,
-        working,
-        recompute_s(layer),
-    )
+    return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))
 
 
 def layers_bytes(
@@ -261,21 +254,22 @@ def stage_bytes(
     # later layers left are free again (`later`). If backwards run in halves, the bytes that
     # later layers hold from I to W take their place (`handed`).
     beyond = between = later = handed = 0
-    for at in reversed(range(len(left))):
-        beyond = max(beyond, left[at].working - later)
-        between = max(between, left[at].working + handed - later)
-        later += left[at].left + shared[at]
-        if problem.splits:
-            handed += handed_bytes(costs, i + at, left[at])
+    splits = problem.splits
+    for at, x in reversed(list(enumerate(left))):
+        beyond = max(beyond, x.working - later)
+        between = max(between, x.working + handed - later)
+        later += x.left + shared[at]
+        if splits:
+            handed += handed_bytes(costs, i + at, x)
     state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-    state -= spared_bytes(layers, replicas)
+    spared = spared_bytes(layers, replicas)
     versions = problem.schedule.versions(s, problem.devices)
     reducing = 0
     if replicas > 1:
         reducing = reducing_copies(replicas) * max(layer.reduced_bytes for layer in layers)
     return StageBytes(
         in_flight=problem.in_flight[s],
-        static=versions * parameters + state + waiting_bytes(problem, s, i, j),
+        static=versions * parameters + state - spared + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
         # `between` is the most that a stage's I needs beyond the bytes held before I. After I the
@@ -352,10 +346,8 @@ def joint_bytes(
     """
 
     def held_bytes(moment: Holding) -> float:
-        in_flight: float = 0
-        for stage, (k, handed) in zip(of_stages, moment, strict=True):
-            in_flight += on_device_bytes(k, stage.kept, stage.swapped) + handed * stage.handed
-        return in_flight
+        pairs = zip(of_stages, moment, strict=True)
+        return sum(on_device_bytes(k, x.kept, x.swapped) + w * x.handed for x, (k, w) in pairs)
 
     static = sum(stage.static for stage in of_stages)
     # Only one stage of a device works at a time, so only the largest `beyond` of them counts.

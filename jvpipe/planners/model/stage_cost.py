@@ -85,17 +85,14 @@ class StageCost:
 
     def task_s(self, kind: Kind) -> float:
         """Counts the seconds of a task, including what is recomputed before the task."""
-        match kind:
-            case Kind.F:
-                return self.forward_s
-            case Kind.B:
-                return self.recompute_s + self.backward_s
-            case Kind.I:
-                return self.recompute_s + self.halves_s[0]
-            case Kind.W:
-                return self.halves_s[1]
-            case _:
-                raise AssertionError(f"{kind} is in no list at the level of stages")
+        input_s, weight_s = self.halves_s
+        seconds = {
+            Kind.F: self.forward_s,
+            Kind.B: self.recompute_s + self.backward_s,
+            Kind.I: self.recompute_s + input_s,
+            Kind.W: weight_s,
+        }
+        return seconds[kind]
 
     @property
     def seconds(self) -> float:
@@ -118,6 +115,9 @@ class StageCost:
         return self.replicas * int(self.held.host)
 
 
+Stages = Sequence[StageCost]
+
+
 def stage_cost(
     problem: Problem,
     s: int,
@@ -135,30 +135,23 @@ def stage_cost(
         choices: the choices of all layers of the model, as in `Decision.choices`.
     """
     layers = problem.layers_on(s)[i:j]
-    held_bytes = stage_bytes(problem, s, i, j, choices)
+    held = stage_bytes(problem, s, i, j, choices)
     costs = problem.costs_of(s)
-    peer = problem.link_into(s)
     group = problem.group(s)
     received, returned, sent = crossing_bytes(problem, i, j)
-    input_s = weight_s = 0.0
+    halves = [(0.0, 0.0)]
     if problem.splits:
         halves = [halves_s(costs, at, layer) for at, layer in enumerate(layers, i)]
-        input_s = sum((half for half, _ in halves), 0.0)
-        weight_s = sum((half for _, half in halves), 0.0)
-    swap_s = 2 * problem.host.seconds(held_bytes.swapped)
+    input_s, weight_s = map(sum, zip(*halves, strict=True))
+    swap_s = 2 * problem.host.seconds(held.swapped)
+    peer = problem.link_into(s)
     onward = problem.link_out_of(s)
     traffic_s = 0.0
     if problem.peer_uses_host and onward == peer:
         traffic_s = peer.seconds(received + returned + sent)
     elif problem.peer_uses_host:
         traffic_s = peer.seconds(received + returned) + onward.seconds(sent)
-    reduce_s = 0.0
-    if group.replicas > 1:
-        reduce_s = _reduce_s(
-            group.reduces,
-            layers,
-            problem.overlaps,
-        )
+    reduces = group.replicas > 1
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
@@ -166,10 +159,10 @@ def stage_cost(
         swap_s=swap_s,
         comm_s=peer.seconds(received) + peer.seconds(returned),
         link_s=swap_s + traffic_s,
-        held=held_bytes,
+        held=held,
         replicas=group.replicas,
         halves_s=(input_s, weight_s),
-        reduce_s=reduce_s,
+        reduce_s=_reduce_s(group.reduces, layers, problem.overlaps) if reduces else 0.0,
         update_s=_update_s(layers, group.replicas),
         early_s=early_s(layers, choices[i:j]),
     )
@@ -195,8 +188,8 @@ def crossing_bytes(
     for edge in problem.costs.edges_at(i, j):
         back = edge.bytes if edge.differentiable else 0
         if edge.producer < i:
-            received = received + edge.bytes
-            returned = returned + back
+            received += edge.bytes
+            returned += back
         elif max(edge.readers) >= j:
             sent += edge.bytes + back
     return received, returned, sent
@@ -233,8 +226,6 @@ def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
     the slowest layer's update, and at least an even share of the seconds of all layers.
     """
     layer_s = [layer.update_s for layer in layers]
-    if replicas == 1:
-        return sum(layer_s)
     return max(*layer_s, sum(layer_s) / replicas)
 
 
@@ -266,7 +257,7 @@ def halves_s(
     return cost.split.input_s, cost.split.weight_s
 
 
-def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
+def device_bytes(problem: Problem, stages: Stages) -> tuple[int, ...]:
     """Counts the most bytes that each device holds at once, over all its stages (`joint_bytes`)."""
     schedule = problem.schedule
     if schedule.chunks == 1 and not problem.splits:
@@ -274,8 +265,7 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
     mine: list[list[StageBytes]] = [[] for _ in range(problem.devices)]
     for place, stage in zip(problem.places, stages, strict=True):
         mine[place].append(stage.held)
-    every = schedule.held(problem.devices, problem.microbatches)
-    return tuple(map(joint_bytes, mine, every))
+    return tuple(map(joint_bytes, mine, schedule.held(problem.devices, problem.microbatches)))
 
 
 def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
@@ -333,20 +323,19 @@ def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
     return evaluation_of(problem, stages)
 
 
-def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
+def evaluation_of(problem: Problem, stages: Stages) -> Evaluation:
     """Counts the seconds and bytes of a decision from the costs of its stages."""
     device_sizes = device_bytes(problem, stages)
-    limit_bytes = max(needed_bytes(problem, device_sizes))
     return Evaluation(
         tuple(stages),
         surrogate(problem, stages),
         slowest_s(problem, stages),
         device_sizes,
-        limit_bytes,
+        max(needed_bytes(problem, device_sizes)),
     )
 
 
-def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
+def slowest_s(problem: Problem, stages: Stages) -> float:
     """Counts the seconds between two micro-batches on the slowest device or the slowest link.
 
     A stage with t seconds per micro-batch, and A seconds once per step, is busy for M t + A
@@ -359,7 +348,7 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     return max(*busy_s, *(c.comm_s for c in stages))
 
 
-def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
+def surrogate(problem: Problem, stages: Stages) -> float:
     """Estimates the seconds of a step by a closed formula, so that planners can search quickly.
 
     The simulator then decides between the plans that they find. The estimate equals the
@@ -381,30 +370,28 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     if problem.phases == 2:
         forward = [c.forward_s for c in stages]
         backward = [t - f for t, f in zip(each_s, forward, strict=True)]
-        links = [c.comm_s / 2 for c in stages]
-        longest_s = max(*forward, *links) + max(*backward, *links)
+        link_s = max(c.comm_s for c in stages) / 2
+        longest_s = max(*forward, link_s) + max(*backward, link_s)
         return sum(forward) + sum(backward) + transfers + (m - 1) * longest_s
     return sum(each_s) / chunks + transfers + (m - 1 / chunks) * slowest
 
 
 def check(problem: Problem, decision: Decision) -> None:
     """Raises ValueError unless a decision has bounds and choices that the problem allows."""
-    layers = problem.costs.layers
-    bounds = decision.bounds
-    if bounds[0] != 0 or bounds[-1] != len(layers) or any(a >= b for a, b in pairwise(bounds)):
-        raise ValueError(f"bounds {bounds} must rise from 0 to the number of layers, {len(layers)}")
+    bounds, choices = decision.bounds, decision.choices
+    layers = len(problem.costs.layers)
+    if bounds[0] != 0 or bounds[-1] != layers or any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(f"bounds {bounds} must rise from 0 to the number of layers, {layers}")
     if len(bounds) != problem.stages + 1:
         raise ValueError(f"{len(bounds) - 1} stages were planned, {problem.stages} were asked for")
-    if len(decision.choices) != len(layers):
-        raise ValueError(f"{len(decision.choices)} choices for {len(layers)} layers")
+    if len(choices) != layers:
+        raise ValueError(f"{len(choices)} choices for {layers} layers")
     stage_of = [s for s, (i, j) in enumerate(pairwise(bounds)) for _ in range(i, j)]
-    for layer, choice in enumerate(decision.choices):
-        options = problem.costs_of(stage_of[layer]).layers[layer].options
-        if not RECOMPUTE_CHAIN <= choice < len(options):
-            raise ValueError(
-                f"layer {layer} has {len(options)} options, option {choice} was chosen"
-            )
-        if choice == RECOMPUTE_CHAIN and (layer in bounds or decision.choices[layer - 1] >= 0):
+    for layer, (s, choice) in enumerate(zip(stage_of, choices, strict=True)):
+        options = len(problem.costs_of(s).layers[layer].options)
+        if not RECOMPUTE_CHAIN <= choice < options:
+            raise ValueError(f"layer {layer} has {options} options, option {choice} was chosen")
+        if choice == RECOMPUTE_CHAIN and (layer in bounds or choices[layer - 1] >= 0):
             raise ValueError(
                 f"layer {layer} is run again without its input, "
                 "but the layer before it is not run again"
@@ -416,9 +403,8 @@ def check(problem: Problem, decision: Decision) -> None:
 
 def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
     """Tells whether all devices are within their limits, and swapped bytes within the host's."""
-    memory = problem.memory_limit_bytes
+    memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
     if memory is not None and evaluation.limit_bytes > memory:
         return False
-    host = problem.host_limit_bytes
     host_bytes = sum(stage.host_bytes for stage in evaluation.stages)
     return host is None or host_bytes <= host

@@ -9,7 +9,6 @@ of which some micro-batches are timed once it is steady (`stream_window`).
 """
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -19,7 +18,7 @@ from jaxtyping import Float
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
+from jvpipe.planners.model.stage_cost import Stages, evaluate_decision
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.simulator import simulate_lists
 from jvpipe.simulate.stages import StageLoad, StageWork, stage_work
@@ -27,7 +26,7 @@ from jvpipe.simulate.timeline import Timeline
 from jvpipe.simulate.work_parts import PARTS, Features
 
 
-def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
+def simulated_step_s(problem: Problem, stages: Stages) -> float:
     """Simulates a synchronous step, or an asynchronous stream, and counts the seconds per step.
 
     Args:
@@ -50,15 +49,9 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
         shared=problem.peer_uses_host,
         machines=_machines(problem),
     )
-    stream = _stream(
-        problem.schedule,
-        len(stages),
-        problem.microbatches,
-        features,
-    )
+    stream = _stream(problem.schedule, len(stages), problem.microbatches, features)
     seconds = stream.seconds(parts_s)
-    starts = stream.work.starts_s(seconds)
-    ends = np.add(starts, seconds)
+    ends = np.add(stream.work.starts_s(seconds), seconds)
     return float(_steps_s(problem, stream, ends[:, None])[0])
 
 
@@ -82,9 +75,7 @@ def least_steps_s(
     stages, _, runs = parts_s.shape
     loads_s = parts_s.copy()
     # A stage sends values in as many seconds as the next stage returns their cotangents.
-    sends = PARTS.index(Kind.SEND)
-    returns = PARTS.index(Kind.RETURN)
-    loads_s[:-1, sends] = parts_s[1:, returns]
+    loads_s[:-1, PARTS.index(Kind.SEND)] = parts_s[1:, PARTS.index(Kind.RETURN)]
     impossible = np.isinf(loads_s).any(axis=(0, 1))
     possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
     # Copies to the host and all-reduces get no tasks here, so their seconds do not count.
@@ -93,12 +84,7 @@ def least_steps_s(
         swaps=False,
         updates=bool(parts_s[:, PARTS.index(Kind.U)].any()),
     )
-    stream = _stream(
-        problem.schedule,
-        stages,
-        problem.microbatches,
-        features,
-    )
+    stream = _stream(problem.schedule, stages, problem.microbatches, features)
     by_task_s = possible_s[stream.slots]
     ends_s = stream.work.many_starts_s(by_task_s) + by_task_s
     least_s = _steps_s(problem, stream, ends_s)
@@ -108,7 +94,7 @@ def least_steps_s(
 
 def simulated_bubble_fraction(
     problem: Problem,
-    stages: Sequence[StageCost],
+    stages: Stages,
     devices: int | None = None,
     state_s: float = 0.0,
 ) -> float:
@@ -121,15 +107,12 @@ def simulated_bubble_fraction(
         state_s: the seconds of copies of the optimizer's state, in which all devices are idle.
     """
     step_s = simulated_step_s(problem, stages) + state_s
-    lists = problem.schedule.tasks(problem.devices, problem.microbatches)
     if not step_s:
         return 0.0
-    works_s = []
-    for task in chain.from_iterable(lists):
-        task_s = stages[task.stage].task_s(task.kind)
-        # All replicas of a stage work at the same time, so each of them counts as busy.
-        works_s.append(problem.group(task.stage).replicas * task_s)
-    busy_s = sum(works_s)
+    lists = problem.schedule.tasks(problem.devices, problem.microbatches)
+    tasks = ((stages[task.stage], task.kind) for task in chain.from_iterable(lists))
+    # All replicas of a stage work at the same time, so each of them counts as busy.
+    busy_s = sum(stage.replicas * stage.task_s(kind) for stage, kind in tasks)
     busy_s += sum(problem.updates * stage.replicas * stage.update_s for stage in stages)
     there = devices or sum(map(len, set(problem.where)))
     return max(0.0, 1.0 - busy_s / (there * step_s))  # sums are rounded
@@ -147,14 +130,8 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     """
     loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
-    lists = _lists(
-        problem.schedule,
-        problem.devices,
-        problem.microbatches,
-        count,
-    )
     return simulate_lists(
-        lists,
+        _lists(problem.schedule, problem.devices, problem.microbatches, count),
         loads,
         shared_link=problem.peer_uses_host,
         machines=_machines(problem),
@@ -179,13 +156,7 @@ def _stream(
     if not schedule.synchronous:
         # The micro-batches after the timed ones keep all stages busy until the timing ends.
         count = sum(stream_window(stages, microbatches)) + stages + 1
-    lists = _lists(
-        schedule,
-        stages // schedule.chunks,
-        microbatches,
-        count,
-    )
-    return stage_work(lists, features)
+    return stage_work(_lists(schedule, stages // schedule.chunks, microbatches, count), features)
 
 
 def _lists(
@@ -210,7 +181,7 @@ def _lists(
     of_step = []
     for tasks in schedule.tasks(devices, count):
         stages = sorted({task.stage for task in tasks})
-        updates = [Task(s, Kind.U, count - 1) for s in stages]
+        updates = (Task(s, Kind.U, count - 1) for s in stages)
         of_step.append((*tasks, *updates))
     return tuple(of_step)
 
@@ -223,8 +194,7 @@ def trips_counted(stages: int, microbatches: int) -> float:
     in the share. The result is the smallest share that any length of cycles gives.
     """
     _, timed = stream_window(stages, microbatches)
-    lengths = range(1, stages + 1)
-    in_cycles = min(timed // length * length for length in lengths)
+    in_cycles = min(timed // length * length for length in range(1, stages + 1))
     return in_cycles / timed
 
 
@@ -239,9 +209,8 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
         stages: the number of stages.
         microbatches: the number of micro-batches of a step.
     """
-    before = 2 * stages
-    cycles = math.ceil(max(before, microbatches) / stages)
-    return before, stages * cycles
+    cycles = max(2, math.ceil(microbatches / stages))
+    return 2 * stages, stages * cycles
 
 
 def _steps_s(
@@ -269,7 +238,7 @@ def _steps_s(
     return passed_s * (problem.microbatches / timed)
 
 
-def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
+def _loads(stages: Stages) -> list[StageLoad]:
     """Returns the loads of stages; a send takes as long as the next stage's return."""
     send_s = [*(after.comm_s / 2 for after in stages[1:]), 0.0]
     return [stage.load(sent_s) for stage, sent_s in zip(stages, send_s, strict=True)]

@@ -8,14 +8,14 @@ Every plan that the search accepts was counted on the true devices, so it keeps 
 better plan may exist, because the stages of a device need not hold equal parts of its limit.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Group, Problem
-from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.problem import Decide, Decision, Group, Problem
+from jvpipe.planners.model.stage_cost import evaluate_decision, needed_bytes
 from jvpipe.schedules.schedule import Schedule
 
 BUDGETS = 7
@@ -31,13 +31,12 @@ class UnfoldedLists:
     def __call__(self, stages: int, microbatches: int) -> TaskLists:
         """Makes the list of tasks of each stage."""
         lists: list[list[Task]] = [[] for _ in range(stages)]
-        for tasks in self.schedule.tasks(stages // self.schedule.chunks, microbatches):
-            for task in tasks:
-                # A first half becomes the whole backward, and a second half is left out.
-                if info := KINDS[task.kind].between:
-                    lists[task.stage] += [task._replace(kind=Kind.B)] if info > 0 else []
-                else:
-                    lists[task.stage].append(task)
+        devices = stages // self.schedule.chunks
+        for task in chain.from_iterable(self.schedule.tasks(devices, microbatches)):
+            # A first half becomes the whole backward, and a second half is left out.
+            half = KINDS[task.kind].between
+            if half >= 0:
+                lists[task.stage].append(task._replace(kind=Kind.B) if half else task)
         return tuple(map(tuple, lists))
 
 
@@ -49,16 +48,16 @@ def unfolded(problem: Problem) -> Problem:
     >>> text(UnfoldedLists(find_schedule("interleaved"))(4, 2)[3])
     '3F0 3B0 3F1 3B1'
     """
-    name = f"{problem.schedule.name}, unfolded"
-    costs = replace(problem.costs, together=problem.together)
     links = [problem.link_into(s) for s in range(problem.stages)]
-    groups = list[Group]()
+    groups: tuple[Group, ...] = ()
     # Devices that are alike need no groups, unless the links between them differ.
     if problem.groups or any(link != problem.peer for link in links):
-        for place, link in zip(problem.places, links, strict=True):
-            groups.append(replace(problem.at_places[place], receives=link))
-    schedule = Schedule(name=name, lists=UnfoldedLists(problem.schedule))
-    return replace(problem, costs=costs, schedule=schedule, groups=tuple(groups))
+        each = enumerate(links)
+        groups = tuple(replace(problem.group(s), receives=link) for s, link in each)
+    costs = replace(problem.costs, together=problem.together)
+    lists = UnfoldedLists(problem.schedule)
+    schedule = Schedule(name=f"{problem.schedule.name}, unfolded", lists=lists)
+    return replace(problem, costs=costs, schedule=schedule, groups=groups)
 
 
 def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
@@ -73,7 +72,7 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
     return replace(apart, memory_limit_bytes=budget, groups=groups)
 
 
-def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:
+def on_devices(decide: Decide) -> Decide:
     """Makes a planner for devices of several stages from a planner that knows one stage per device.
 
     The result raises `Infeasible` if no budget leads to a decision that keeps the limit; the error
@@ -91,10 +90,8 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
         limit = problem.memory_limit_bytes
         if limit is None:
             return decide(apart)
-        best = None
-        refused = None
-        low = 0
-        high = limit
+        best = refused = None
+        low, high = 0, limit
         # The whole limit is tried first. If its plan fits the devices, or if it has no plan, the
         # search ends. Otherwise the interval is halved. A budget is too small if nothing fits it,
         # and too large if the stages of a device together are over the device's limit.
@@ -103,15 +100,12 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
             asked = with_budget(apart, limit, budget)
             try:
                 decision = decide(asked)
+                over = evaluate_decision(problem, decision).limit_bytes > limit
+                best = best if over else decision
             except Infeasible as error:
-                low = budget
+                over = False
                 refused = refused or (asked, error)
-            else:
-                if evaluate_decision(problem, decision).limit_bytes <= limit:
-                    best = decision
-                    low = budget
-                else:
-                    high = budget
+            low, high = (low, budget) if over else (budget, high)
             if low == limit:
                 break
             budget = (low + high) // 2
@@ -130,7 +124,7 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
 
 def _infeasible(
     problem: Problem,
-    decide: Callable[[Problem], Decision],
+    decide: Decide,
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
@@ -141,7 +135,7 @@ def _infeasible(
     evaluation = evaluate_decision(problem, decision)
     sizes = evaluation.device_bytes
     enough = max(evaluation.limit_bytes, limit + 1)
-    d = max(range(len(sizes)), key=lambda d: sizes[d] - (problem.limit_of(d) or 0))
+    d = needed_bytes(problem, sizes).index(evaluation.limit_bytes)
     return Infeasible(
         f"no plan found fits {problem.limit_of(d)} bytes of device {d} under "
         f"{problem.schedule.name}: it would hold {sizes[d]} bytes. A limit that would do is "

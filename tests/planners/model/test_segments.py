@@ -1,7 +1,5 @@
 """Tables of segments, and bounds of them, against `stage_cost` of each."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,11 +74,11 @@ def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
     """
     n, sizes, waiting = 4_000, [], list[spans.Spans]()
 
-    def kept(parts: Sequence[tuple[spans.Cuts, spans.Cuts, spans.Cuts]]) -> spans.Spans:
-        waiting.append(spans.joined_spans(parts))
+    def kept(*pairs: np.ndarray) -> spans.Spans:
+        waiting.append(spans.Spans(*pairs))
         return waiting[-1]
 
-    monkeypatch.setattr(crossings, "joined_spans", kept)
+    monkeypatch.setattr(crossings, "Spans", kept)
     for stages in (20, 200):
         waiting.clear()
         layers = tuple(
