@@ -112,7 +112,13 @@ def _works(
 
     @cache  # because equal layers share an object of programs
     def work_of(of_layer: LayerPrograms) -> Work:
-        return with_said_work(_work(of_layer, device), of_layer, said)
+        work = Work(
+            roofline.seconds(of_layer.forward, device),
+            roofline.seconds(of_layer.backward, device),
+            temporary_bytes(of_layer.forward, device),
+            temporary_bytes(of_layer.backward, device),
+        )
+        return with_said_work(work, of_layer, said)
 
     works = list(map(work_of, programs))
     if optimizer is None:
@@ -121,8 +127,7 @@ def _works(
     works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
     if not said:
         return works
-    numbered = enumerate(works)
-    return [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
+    return [with_said_updates(work, graph, i, optimizer, said) for i, work in enumerate(works)]
 
 
 def _options(
@@ -171,13 +176,3 @@ def _update_s(piece: Piece, device: Accelerator) -> float:
     moved = (*piece.program.in_avals, *piece.program.out_avals)
     moved_bytes = sum(a.size * a.dtype.itemsize for a in moved)
     return device.launch_s + moved_bytes / device.memory_bytes_per_s
-
-
-def _work(programs: LayerPrograms, device: Accelerator) -> Work:
-    """Estimates the work of a layer that keeps all candidates, without its update."""
-    return Work(
-        roofline.seconds(programs.forward, device),
-        roofline.seconds(programs.backward, device),
-        temporary_bytes(programs.forward, device),
-        temporary_bytes(programs.backward, device),
-    )

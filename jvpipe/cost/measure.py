@@ -151,9 +151,9 @@ def measured_costs(
             CPUs. Layers are then timed as if all devices were busy.
     """
     graph = traced.graph
-    shares: list[Share] = ["all"]
+    shares: tuple[Share, ...] = ("all",)
     if fates and not graph.whole_layers:
-        shares += ["half", "nothing"]
+        shares = ("all", "half", "nothing")
     kept: dict[Share, list[LayerPrograms]] = {}
     for share in shares:
         kept[share] = [programs.on_trial for programs in layer_programs(store, traced, share)]
@@ -276,8 +276,9 @@ def _measured_options(
         return layer_options(traced, inputs, recomputed, forwards_s)
     calibrations = []
     for layer, recompute in enumerate(recomputed):
-        backwards = {share: backward_program(programs[layer]) for share, programs in kept.items()}
-        backwards_s = {share: runs[program.key].seconds for share, program in backwards.items()}
+        backwards_s: dict[Share, float] = {}
+        for share, programs in kept.items():
+            backwards_s[share] = runs[backward_program(programs[layer]).key].seconds
         calibrations.append(_calibration(recompute, backwards_s))
     options = layer_options(traced, inputs, recomputed, forwards_s, calibrations)
     return with_compiled_bytes(traced, options, store, device)
