@@ -22,6 +22,7 @@ counts as a temporary of all layers from the first to the last.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared, SplitCost
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
@@ -274,22 +275,17 @@ class _Model:
 
     def shared(self) -> Iterator[Shared]:
         """Yields the values that a stage holds once, however many of its layers read them."""
+        own = [self.own_inputs(layer) for layer in self.graph.layers]
+        counted = {Ref(ValueKind.TENSOR, t) for t in chain.from_iterable(own)}
         for ref, size in self.bytes.items():
             touching = self.touching.get(ref, ())
             if ref.kind in _LASTING and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
-            if ref.kind != ValueKind.CONSTANT and self._is_held_apart(ref):
+            # A layer's own inputs and captured arrays count elsewhere.
+            if ref in self.holders and ref.kind != ValueKind.CONSTANT and ref not in counted:
                 yield Shared(self.holders[ref], size)
         for parameter in self.graph.tied():
             yield Shared(parameter.readers, parameter.array.bytes, per_version=True)
-
-    def _is_held_apart(self, ref: Ref) -> bool:
-        """Tells whether a value is held and does not count as a layer's own input."""
-        holders = self.holders.get(ref, ())
-        if len(holders) != 1 or ref.kind is not ValueKind.TENSOR:
-            return bool(holders)
-        # A tensor with one holder is either the holder's own input, or its output.
-        return holders == (self.graph.tensors[ref.index].producer,)
 
     def lasting_bytes(self, layer: int) -> int:
         """Counts model state, captured arrays and frozen parameters that no other layer touches."""
