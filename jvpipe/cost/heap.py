@@ -46,11 +46,10 @@ def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list
     [HeapBlock(bytes=4, first=1, last=2), HeapBlock(bytes=2, first=1, last=1)]
     """
     # Results are in order of rising size, so the first one with room is the smallest.
-    in_order = sorted(rooms)
-    lodgers: list[list[HeapBlock]] = [[] for _ in in_order]
+    in_order = [(room, list[HeapBlock]()) for room in sorted(rooms)]
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
-        for room, there in zip(in_order, lodgers, strict=True):
+        for room, there in in_order:
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
             apart = (b.last < buffer.first or buffer.last < b.first for b in there)
             if holds and all(apart):

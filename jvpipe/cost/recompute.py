@@ -133,7 +133,7 @@ class Recompute:
 
         At the highest price even the smallest candidate costs more than recomputing everything.
         """
-        smallest = min((self.bytes[c] for c in self.choices), default=1)
+        smallest = min(self.bytes[c] for c in self.choices)
         highest = self.seconds.sum() / max(smallest, 1)
         if not highest:
             return np.array([])

@@ -8,7 +8,8 @@ by way of b, so a and c may not be joined although both read x:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from jvpipe import _jax
 from jvpipe._jax import Var
@@ -32,12 +33,8 @@ def with_siblings(steps: Sequence[KernelStep]) -> list[KernelStep]:
         else:
             group.append(i)
             _join(behind, group)
-    every = [group for groups in groups_over.values() for group in groups]
-    joined = []
-    for group in _in_order(every, behind):
-        members = [steps[i] for i in group]
-        joined.append(_joined(members))
-    return joined
+    every = chain.from_iterable(groups_over.values())
+    return [_joined([steps[i] for i in group]) for group in _in_order(every, behind)]
 
 
 def _waits(steps: Sequence[KernelStep]) -> list[int]:
@@ -65,11 +62,7 @@ def _may_join(
         group: the numbers of the steps in the group, which all wait for the same steps.
     """
     step = steps[i]
-    if step.loop is None:
-        return False
-    step_waits = behind[i] & _digits(group)
-    group_waits = behind[group[0]] >> i & 1
-    if step_waits or group_waits:
+    if step.loop is None or behind[i] & _digits(group) or behind[group[0]] >> i & 1:
         return False
     # Siblings share a large array: one with at least as many elements as the loop has rounds.
     least = math.prod(step.loop)
@@ -103,14 +96,13 @@ def _join(behind: list[int], group: Sequence[int]) -> None:
         behind[j] = needs
 
 
-def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
+def _in_order(groups: Iterable[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
     """Yields groups of steps in the order of their last members, but after groups they wait for."""
     todo = sorted(groups, key=max)
     done = 0
     while todo:
         # A group is always ready, because groups form no cycles.
-        missing = ~done
-        ready = next(group for group in todo if not behind[group[0]] & missing)
+        ready = next(group for group in todo if not behind[group[0]] & ~done)
         todo.remove(ready)
         done |= _digits(ready)
         yield ready
