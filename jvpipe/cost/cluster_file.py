@@ -205,7 +205,9 @@ def _accelerator(
     if "tiling" in entry:
         figures["cores"], figures["tiling"] = figures["tiling"]
     # A figure that the table leaves out is that of the preset, or else Accelerator's default.
-    return replace(like, **figures) if like else Accelerator(**{"name": "device"} | figures)
+    if like:
+        return replace(like, **figures)
+    return Accelerator(figures.pop("name", "device"), **figures)
 
 
 def _preset(table: "_Table", key: str, name: str) -> Accelerator:

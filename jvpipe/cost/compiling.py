@@ -189,7 +189,8 @@ class Compiler:
                 child.give(number, text)
             for done in range(1, len(texts) + 1):
                 answer = child.answer()
-                text = texts[answer["id"]]
+                index: int = answer["id"]
+                text = texts[index]
                 if "refused" in answer:
                     raise Refusal(self.target, text, answer["refused"])
                 for number, another in islice(waiting, 1):

@@ -55,7 +55,8 @@ class Links:
     def of(numbers: Sequence[float]) -> "Links":
         """Makes links from the list that `Links.numbers` returned."""
         rates = (rate or math.inf for rate in numbers[:3])
-        return Links(*map(Link, rates, numbers[3:6]), bool(numbers[6]))
+        out, back, send = map(Link, rates, numbers[3:6])
+        return Links(out, back, send, bool(numbers[6]))
 
     @property
     def host(self) -> Link:
