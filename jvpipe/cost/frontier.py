@@ -124,8 +124,8 @@ def recompute_options(
     if again is not None and nothing != everything:
         # The forward runs again, and yields all candidates and all results of the layer once more.
         forward_s, result_bytes = again
-        extra_bytes = everything.kept_bytes + result_bytes
-        nothing = replace(nothing, kept_bytes=0, extra_s=forward_s, extra_bytes=extra_bytes)
+        again_bytes = everything.kept_bytes + result_bytes
+        nothing = Option(0, 0, forward_s, again_bytes, nothing.fates)
     compared = [everything, nothing]
     for kept in [recompute.choices] if again is not None else recompute.subsets():
         options = _swapping(recompute, kept, input_bytes)
@@ -256,8 +256,7 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
     # Each column is scaled to at most 1. The price of seconds is 1. There are 13 prices of kept
     # bytes and 13 of swapped bytes. Extra bytes are free, or cost half of what kept bytes cost.
     grid = np.geomspace(1e-3, 1e3, 13)
-    meshes = np.meshgrid(grid, grid, [0.0, 0.5])
-    byte, link, more = (prices.ravel() for prices in meshes)
+    link, byte, more = np.array([*product(grid, grid, [0.0, 0.5])]).T
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
     # Points that are best at some prices come first, in falling order of the number of such prices.
     best = (scaled @ price).argmin(0)

@@ -84,8 +84,6 @@ class Recompute:
 
     def extra_s(self, recomputed: Collection[int]) -> float:
         """Returns the seconds of recomputing candidates together; each equation counts once."""
-        if not recomputed:
-            return 0.0
         repeated = self.behind[sorted(recomputed)].any(0)
         return float(self.seconds[repeated].sum())
 
@@ -160,11 +158,9 @@ class Recompute:
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         n, columns = self.behind.shape
-        source, sink = 0, 1
-        needed = np.arange(n) + 2
-        recomputed = needed + n
-        equation = np.arange(columns) + 2 + 2 * n
         size = 2 + 2 * n + columns
+        source, sink = 0, 1
+        needed, recomputed, equation = np.split(np.arange(2, size), [n, 2 * n])
         weights = price * np.array(self.bytes, float)
         weights[list(self.free)] = 0.0
         total = weights.sum() + self.seconds.sum()
@@ -230,17 +226,16 @@ def recompute_of(
     # differ in them.
     in_any = frozenset[int]().union(*(lineage.equations for lineage in lineages))
     columns = [i for i in sorted(in_any - direct.equations) if seconds_of[i]]
-    behind = [np.isin(columns, list(lineage.equations)) for lineage in lineages]
-    free = (c for c, name in enumerate(names) if name in results)
+    behind = [[i in lineage.equations for i in columns] for lineage in lineages]
     parents = (frozenset(map(names.index, read.names)) for read in (*lineages, direct))
     return Recompute(
         candidates=tuple(sizes),
         names=tuple(names),
         bytes=tuple(sizes[name] for name in names),
-        free=frozenset(free),
+        free=frozenset(c for c, name in enumerate(names) if name in results),
         parents=tuple(parents),
         behind=np.array(behind, bool).reshape(len(names), len(columns)),
-        seconds=np.array([seconds_of[i] for i in columns], float),
+        seconds=np.array(seconds_of)[columns],
     )
 
 
@@ -260,7 +255,7 @@ def _lineage(values: Iterable[Var], found: Mapping[Var, _Lineage]) -> _Lineage:
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
-    """Finds the equations that repeat the forward, and which of their results the rest reads.
+    """Finds the equations that repeat the forward, and the values that the others read or yield.
 
     Args:
         backward: the backward that keeps nothing.
@@ -276,5 +271,4 @@ def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
         else:
             pulled.update(eqn.outvars)
             read += eqn.invars
-    outputs = {v for i in repeated for v in backward.eqns[i].outvars}
-    return repeated, [v for v in jaxprs.variables(read) if v in outputs]
+    return repeated, jaxprs.variables(read)
