@@ -309,7 +309,7 @@ def _calibration(recompute: Recompute, backwards_s: Mapping[Share, float]) -> Ca
         names = kept_names(recompute.candidates, share)
         kept = [i for i, name in enumerate(recompute.names) if name in names]
         _, recomputed = recompute.dropping(kept)
-        # The backward that keeps everything recomputes nothing. Extra seconds are counted beyond it.
+        # Extra seconds are those beyond the backward that keeps everything.
         measured_s = max(backward_s - backwards_s["all"], 0.0)
         points.append((recompute.extra_s(recomputed), measured_s))
     return points
@@ -356,11 +356,8 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
     # An input that is not donated survives a run, so it is put on the device once.
     lasting = [i for i in range(len(examples)) if i not in program.donated]
     kept = {i: jax.device_put(examples[i], device) for i in lasting}
-    runs_s, processor_s = list[float](), list[float]()
-    while len(runs_s) <= MEASURING.runs:
-        # A long program is not run a fourth time: the warm-up and two more runs suffice.
-        if len(runs_s) >= 3 and statistics.fmean(runs_s[1:]) >= MEASURING.long_s:
-            break
+    taken: list[tuple[float, float]] = []
+    for _ in range(1 + MEASURING.runs):
         inputs = [
             kept[i] if i in kept else jax.device_put(example, device, may_alias=False)
             for i, example in enumerate(examples)
@@ -368,6 +365,8 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
         jax.block_until_ready(inputs)
         start, processor_start = time.perf_counter(), time.process_time()
         jax.block_until_ready(executable(*inputs))
-        runs_s.append(time.perf_counter() - start)
-        processor_s.append(time.process_time() - processor_start)
-    return [statistics.median(runs_s[1:]), statistics.median(processor_s[1:])]
+        taken.append((time.perf_counter() - start, time.process_time() - processor_start))
+        # A long program is not run a fourth time: the warm-up and two more runs suffice.
+        if len(taken) >= 3 and statistics.fmean(s for s, _ in taken[1:]) >= MEASURING.long_s:
+            break
+    return [statistics.median(numbers) for numbers in zip(*taken[1:], strict=True)]

@@ -132,7 +132,7 @@ class Kernels:
     An equation has a kernel if a result of the equation reaches memory.
 
     Attributes:
-        root: by variable, its first name: the variable of the same value before any alias.
+        root: by alias, its first name: the variable of the same value before any alias.
         written: the first names of the values that reach memory.
         of: by the index of an equation, its kernel. Equations without a kernel are missing.
         fused: by variable, what a kernel must do to use the variable, as two dicts. The
@@ -151,12 +151,10 @@ class Kernels:
     ) -> None:
         self.root: dict[Var, Var] = {}
         for eqn in eqns:
-            for v in (*jaxprs.variables(eqn.invars), *eqn.outvars):
-                self.root.setdefault(v, v)
             if eqn.primitive.name in _ALIASES and len(eqn.outvars) == 1:
                 source = eqn.invars[0]
                 if isinstance(source, Var):
-                    self.root[eqn.outvars[0]] = self.root[source]
+                    self.root[eqn.outvars[0]] = self.root.get(source, source)
         self.written = self._written(eqns, outputs, platform, fuses)
         self.of: dict[int, Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
