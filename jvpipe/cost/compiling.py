@@ -78,13 +78,11 @@ class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
 
     Attributes:
         text: the program.
-        line: the compiler's message.
     """
 
     def __init__(self, target: Target, text: str, line: str) -> None:
         super().__init__(f"the compiler for {target.name} says: {line}")
         self.text = text
-        self.line = line
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,8 @@ def _options(
         store: the store of the layers' programs.
         said: the answers of the device's compiler.
     """
-    nothing = layer_programs(store, traced, "nothing")
     # The seconds of recomputation come from the roofline, because nothing is measured here.
-    recomputed = recomputes(traced, nothing, device)
+    recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), device)
     inputs = own_inputs(traced.graph, signatures)
     forwards_s = [work.forward_s for work in works]
     options = layer_options(traced, inputs, recomputed, forwards_s)

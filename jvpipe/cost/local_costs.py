@@ -77,11 +77,11 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
     layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
     edge_pairs = zip(near.edges, far.edges, strict=True)
     edges = (replace(x, bytes=round(mix(a.bytes, x.bytes))) for a, x in edge_pairs)
-    shared = []
-    for a, x in zip(near.shared, far.shared, strict=True):
-        # What counts per version, such as a parameter, does not depend on the batch.
-        size = x.bytes if x.per_version else round(mix(a.bytes, x.bytes))
-        shared.append(replace(x, bytes=size))
+    # What counts per version, such as a parameter, does not depend on the batch.
+    shared = (
+        x if x.per_version else replace(x, bytes=round(mix(a.bytes, x.bytes)))
+        for a, x in zip(near.shared, far.shared, strict=True)
+    )
     return replace(far, layers=tuple(layers), edges=tuple(edges), shared=tuple(shared))
 
 
@@ -96,16 +96,16 @@ def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
     # Recomputation repeats parts of the forward, so its seconds are scaled like the forward's. If
     # the forward takes no time, they are scaled like the backward's.
     again_share = _ratio(forward_s, far.forward_s) or backward_share
-    options = []
-    for option in far.options:
-        scaled = replace(
+    options = (
+        replace(
             option,
             kept_bytes=round(option.kept_bytes * share),
             swapped_bytes=round(option.swapped_bytes * share),
             extra_s=option.extra_s * again_share,
             extra_bytes=round(option.extra_bytes * share),
         )
-        options.append(scaled)
+        for option in far.options
+    )
     return replace(
         far,
         forward_s=forward_s,

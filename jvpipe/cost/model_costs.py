@@ -270,8 +270,8 @@ class _Model:
 
     def own_inputs(self, layer: Layer) -> list[int]:
         """Returns the input tensors of a layer that only the layer's own backward reads."""
-        inputs = [ref for ref in layer.reads if ref.kind == ValueKind.TENSOR]
-        return [ref.index for ref in inputs if self.holders.get(ref) == (layer.id,)]
+        read = layer.reading(ValueKind.TENSOR)
+        return [t for t in read if self.holders.get(Ref(ValueKind.TENSOR, t)) == (layer.id,)]
 
     def shared(self) -> Iterator[Shared]:
         """Yields the values that a stage holds once, however many of its layers read them."""
@@ -318,9 +318,8 @@ class _Model:
     def passing_backward_bytes(self, layer: Layer) -> int:
         """Counts the bytes of the cotangents that are alive while a layer's backward runs."""
         # A tensor's cotangent is alive from the last reader's backward to the producer's.
-        tensors = self.graph.tensors
-        alive = (t for t in tensors if t.producer <= layer.id <= t.readers[-1])
-        return sum(tensor.array.bytes for tensor in alive if tensor.differentiable)
+        tensors = (tensor for tensor in self.graph.tensors if tensor.differentiable)
+        return sum(t.array.bytes for t in tensors if t.producer <= layer.id <= t.readers[-1])
 
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:

@@ -28,11 +28,11 @@ def with_siblings(steps: Sequence[KernelStep]) -> list[KernelStep]:
         groups = groups_over.setdefault(step.loop, [])
         siblings = (group for group in groups if _may_join(steps, behind, i, group))
         group = next(siblings, None)
-        if group is None:
-            groups.append([i])
-        else:
+        if group:
             group.append(i)
             _join(behind, group)
+        else:
+            groups.append([i])
     every = chain.from_iterable(groups_over.values())
     return [_joined([steps[i] for i in group]) for group in _in_order(every, behind)]
 
@@ -65,9 +65,8 @@ def _may_join(
     if step.loop is None or behind[i] & _digits(group) or behind[group[0]] >> i & 1:
         return False
     # Siblings share a large array: one with at least as many elements as the loop has rounds.
-    least = math.prod(step.loop)
     shared = (v for j in group for v in step.reads & steps[j].reads)
-    return any(_jax.aval(v).size >= least for v in shared)
+    return any(_jax.aval(v).size >= math.prod(step.loop) for v in shared)
 
 
 def _digits(steps: Sequence[int]) -> int:

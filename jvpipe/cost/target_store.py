@@ -61,15 +61,12 @@ class TargetStore(ProgramStore):
             ValueError: the compiler cannot be asked; the message says why.
         """
         platform = self.compiler.target.platform
-        missing: dict[Hashable, tuple[Program, Device]] = {}
-        for program, device in programs:
-            if program.key not in self.sizes:
-                missing[program.key] = program, device
+        missing = {pair[0].key: pair for pair in programs if pair[0].key not in self.sizes}
         texts = [self._store.text(*pair, platform) for pair in missing.values()]
         try:
             # `sizes` returns its answers in the order of the texts.
             self.sizes.update(zip(missing, self.compiler.sizes(texts), strict=True))
         except Refusal as refusal:
-            refused = list(missing)[texts.index(refusal.text)]
-            raise RefusedProgram(missing[refused][0], refusal) from None
+            program, _ = list(missing.values())[texts.index(refusal.text)]
+            raise RefusedProgram(program, refusal) from None
         return [self.sizes[program.key] for program, _ in programs]

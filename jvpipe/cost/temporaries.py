@@ -201,12 +201,8 @@ def _summed_across(program: KernelProgram) -> dict[Var, set[Var]]:
                 axes[v][eqn.outvars[0]] = tuple(eqn.params["axes"])
         elif loop is not None and (name in DEAR or any(as_large)):
             dear.update(eqn.outvars)
-    across = {}
-    for v in dear - program.written:
-        # Reductions over the same axes are one kernel, which computes the value only once.
-        if len({*axes[v].values()}) > 1:
-            across[v] = {*axes[v]}
-    return across
+    # Reductions over the same axes are one kernel, which computes the value only once.
+    return {v: {*axes[v]} for v in dear - program.written if len({*axes[v].values()}) > 1}
 
 
 def _with_once(steps: Iterable[KernelStep], once: Mapping[Var, set[Var]]) -> list[KernelStep]:

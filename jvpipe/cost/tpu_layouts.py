@@ -53,12 +53,9 @@ class TpuLayouts:
         without_copy = self.relaid
         for step in steps:
             turned = step.writes & self.images if step.loop is None else ()
-            with_copies = replace(
-                step,
-                writes=step.writes | (step.reads & without_copy),
-                own_bytes=step.own_bytes + sum(map(self.nbytes, turned)),
-            )
-            copying.append(with_copies)
+            own_bytes = step.own_bytes + sum(map(self.nbytes, turned))
+            writes = step.writes | (step.reads & without_copy)
+            copying.append(replace(step, writes=writes, own_bytes=own_bytes))
             without_copy = without_copy - step.reads
         return copying
 
