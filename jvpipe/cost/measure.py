@@ -138,14 +138,12 @@ def measured_costs(
         device: the device that runs the layers.
         store: the store of the layers' programs. Training with the same store does not compile the
             same programs again.
-        optimizer: the optimizer, whose state is counted and whose updates are measured;
-            None to leave both out.
+        optimizer: the optimizer, whose state counts and whose updates are measured, or None.
         microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
         split: whether to measure the halves of backwards, too.
         earlier: earlier measurements, to which new ones are added.
-        room_bytes: the bytes that the device has for a program; programs that need more are
-            estimated.
+        room_bytes: the bytes that the device has for a program; larger programs are estimated.
         archive: the archive with the seconds of earlier processes; new seconds are kept there.
         devices_per_core: the devices of the pipeline per core of the host, if they are
             CPUs. Layers are then timed as if all devices were busy.
@@ -161,21 +159,16 @@ def measured_costs(
     pairs = list(_to_measure(kept, optimizer, split=split))
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive, devices_per_core)
 
-    def seconds(*programs: Program) -> list[float]:
-        return [runs[program.key].seconds for program in programs]
-
     works = [_work(runs, programs) for programs in keep_all]
     options = splits = None
     if optimizer is not None:
         works = with_update_seconds(
-            works, graph.loss_layer, optimizer, lambda piece: seconds(piece_program(piece))[0]
+            works, graph.loss_layer, optimizer, lambda piece: runs[piece_program(piece).key].seconds
         )
     if fates:
         options = _measured_options(traced, kept, runs, works, store, device)
     if split:
-        splits = split_costs(
-            graph, keep_all, lambda one: seconds(input_program(one), weight_program(one))
-        )
+        splits = split_costs(graph, keep_all, partial(_halves_s, runs))
     signatures = [programs.signature for programs in keep_all]
     return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
 
@@ -205,6 +198,12 @@ def _to_measure(
     if optimizer is not None:
         for piece in optimizer.update:
             yield piece_program(piece), piece.program
+
+
+def _halves_s(runs: Runs, programs: LayerPrograms) -> list[float]:
+    """Returns the measured seconds of both halves of a layer's backward."""
+    halves = input_program(programs), weight_program(programs)
+    return [runs[half.key].seconds for half in halves]
 
 
 def _work(runs: Runs, programs: LayerPrograms) -> Work:
