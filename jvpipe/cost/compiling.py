@@ -156,9 +156,13 @@ class Compiler:
             Refusal: the compiler refuses one of the programs.
             ValueError: the compiler cannot be asked; the message says why.
         """
-        self.target.check()
+        target = self.target
+        target.check()
         said = self._said
-        words_of = {text: self._words(text) for text in texts}
+        flags = _flags(target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
+        exact = map(str, chain(*_jax.exact(target.platform).items()))
+        common = "compiled bytes of each", *target.identity, *flags, *exact
+        words_of = {text: (*common, text) for text in texts}
         for words in words_of.values():
             said[words] = said.get(words) or self.archive.find(*words) or []
         missing = [text for text, words in words_of.items() if not said[words]]
@@ -168,13 +172,6 @@ class Compiler:
                 self.archive.keep(numbers, *words_of[text])
                 said[words_of[text]] = numbers
         return [Sizes.of(said[words_of[text]]) for text in texts]
-
-    def _words(self, text: str) -> tuple[str, ...]:
-        """Returns the description under which the archive keeps a program's numbers."""
-        target = self.target
-        flags = _flags(target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
-        exact = map(str, chain(*_jax.exact(target.platform).items()))
-        return "compiled bytes of each", *target.identity, *flags, *exact, text
 
     def _compiled(self, texts: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
         """Yields each program with its numbers, in the order of the child's answers."""

@@ -48,7 +48,10 @@ class LocalCosts:
         return self._between[b]
 
     def _mixed(self, b: int) -> Costs:
-        """Returns the costs of `b` examples on the line through the costs at two known sizes."""
+        """Returns the costs of `b` examples on the line through the costs at two known sizes.
+
+        Bytes are rounded.
+        """
         last = len(self.batches) - 1
         # Beyond the known sizes, the line through the nearest two continues.
         high = min(max(bisect_left(self.batches, b), 1), last)
@@ -56,33 +59,23 @@ class LocalCosts:
         at = self.batches[low]
         to = self.batches[high]
 
-        def mix(near: float | int, far: float | int) -> float | int:
+        def mix(less: float | int, more: float | int) -> float | int:
             if at == to:
-                return near * b / at
+                return less * b / at
             share = (b - at) / (to - at)
             # Far below the smallest size, the line may fall below 0.
-            return max(0.0, near + share * (far - near))
+            return max(0.0, less + share * (more - less))
 
-        return _mixed_costs(self.costs[low], self.costs[high], mix)
-
-
-def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
-    """Returns the costs at b examples; bytes are rounded.
-
-    Args:
-        near: the costs at the smaller size.
-        far: the costs at the larger size.
-        mix: returns a number at b examples.
-    """
-    layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
-    edge_pairs = zip(near.edges, far.edges, strict=True)
-    edges = (replace(x, bytes=round(mix(a.bytes, x.bytes))) for a, x in edge_pairs)
-    # What counts per version, such as a parameter, does not depend on the batch.
-    shared = (
-        x if x.per_version else replace(x, bytes=round(mix(a.bytes, x.bytes)))
-        for a, x in zip(near.shared, far.shared, strict=True)
-    )
-    return replace(far, layers=tuple(layers), edges=tuple(edges), shared=tuple(shared))
+        near, far = self.costs[low], self.costs[high]
+        layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
+        edge_pairs = zip(near.edges, far.edges, strict=True)
+        edges = (replace(x, bytes=round(mix(a.bytes, x.bytes))) for a, x in edge_pairs)
+        # What counts per version, such as a parameter, does not depend on the batch.
+        shared = (
+            x if x.per_version else replace(x, bytes=round(mix(a.bytes, x.bytes)))
+            for a, x in zip(near.shared, far.shared, strict=True)
+        )
+        return replace(far, layers=tuple(layers), edges=tuple(edges), shared=tuple(shared))
 
 
 def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
