@@ -66,9 +66,8 @@ class Archive:
             count: how many numbers there are. A file with more or fewer counts as missing.
             measure: measures the numbers.
         """
-        return self.each([""], lambda _: what(), count, lambda lacked: [measure() for _ in lacked])[
-            0
-        ]
+        found = self.each([""], lambda _: what(), count, lambda lacked: [measure() for _ in lacked])
+        return found[0]
 
     def each(
         self,

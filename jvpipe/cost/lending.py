@@ -65,11 +65,10 @@ def measured_lending(
     Returns:
         The share; 0 for one device alone, and for devices that are not CPUs.
     """
-    # Only CPU devices share cores.
-    if len(devices) < 2 or devices[0].platform != "cpu":
-        return 0.0
-
     first = devices[0]
+    # Only CPU devices share cores.
+    if len(devices) < 2 or first.platform != "cpu":
+        return 0.0
     (share,) = (archive or Archive()).numbers(
         lambda: ("lent", surroundings(first), str(len(devices)), store.text(program, first)),
         1,

@@ -358,7 +358,7 @@ def _state_bytes(optimizer: OptimizerCut | None, holders: Sequence[int | None]) 
     """Counts the bytes of the optimizer's state that belongs to any of several holders."""
     if optimizer is None:
         return 0
-    leaves = (leaf for holder in holders for leaf in optimizer.held_by(holder))
+    leaves = (leaf for leaf, holder in optimizer.holders if holder in holders)
     return sum(optimizer.state[leaf].array.bytes for leaf in leaves)
 
 

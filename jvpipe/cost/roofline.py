@@ -131,21 +131,27 @@ class Kernels:
 
     An equation has a kernel if a result of the equation reaches memory.
 
+    Args:
+        eqns: the equations of a program.
+        outputs: the results of the program.
+        platform: `cuda`, `tpu` or `cpu`.
+        fuses: whether the framework fuses elementwise operations into other kernels.
+
     Attributes:
         root: by alias, its first name: the variable of the same value before any alias.
         written: the first names of the values that reach memory.
         of: by the index of an equation, its kernel. Equations without a kernel are missing.
-        fused: by variable, what a kernel must do to use the variable, as two dicts. The
-            first has the bytes to read, by value in memory; a variable in memory has only
-            its own bytes. The second has the elementwise operations, by the index of their
-            equation, so that an equation that a kernel uses twice counts once.
+        fused: by variable that is not in memory, what a kernel must do to use it, as two
+            dicts. The first has the bytes to read, by value in memory. The second has the
+            elementwise operations, by the index of their equation, so that an equation
+            that a kernel uses twice counts once.
     """
 
     def __init__(
         self,
         eqns: Sequence[JaxprEqn],
         outputs: Iterable[Atom],
-        platform: str = "cuda",
+        platform: str,
         *,
         fuses: bool = True,
     ) -> None:
@@ -155,35 +161,9 @@ class Kernels:
                 source = eqn.invars[0]
                 if isinstance(source, Var):
                     self.root[eqn.outvars[0]] = self.root.get(source, source)
-        self.written = self._written(eqns, outputs, platform, fuses)
-        self.of: dict[int, Kernel] = {}
-        self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
-        for i, eqn in enumerate(eqns):
-            reads, operations = self._uses(i, eqn)
-            if not self.written.isdisjoint(eqn.outvars):
-                self.of[i] = Kernel(reads, sum(operations.values()), _written_bytes(eqn))
-            for v in eqn.outvars:
-                in_memory = ({v: jaxprs.bytes_of(v)}, {})
-                self.fused[v] = in_memory if v in self.written else (reads, operations)
-
-    def _written(
-        self,
-        eqns: Sequence[JaxprEqn],
-        outputs: Iterable[Atom],
-        platform: str,
-        fuses: bool,
-    ) -> set[Var]:
-        """Finds the first names of the values that reach memory.
-
-        Args:
-            eqns: the equations of a program.
-            outputs: the results of the program.
-            platform: `cuda`, `tpu` or `cpu`.
-            fuses: whether the framework fuses elementwise operations into other kernels.
-        """
         # A value reaches memory if it is a result of the program, if its equation cannot be fused
         # into the kernel of a reader, or if a reader can only read its operands from memory.
-        needed = list(jaxprs.variables(outputs))
+        needed = jaxprs.variables(outputs)
         for eqn in eqns:
             # Aliases, and what readers compute for themselves, have no kernel in any framework.
             fused = fuses or eqn.primitive.name in (*_ALIASES, *_MADE_ON_READING)
@@ -191,7 +171,14 @@ class Kernels:
                 needed += eqn.outvars
                 if _reads_memory(eqn, platform):
                     needed += jaxprs.variables(eqn.invars)
-        return {self.root.get(v, v) for v in needed}
+        self.written = {self.root.get(v, v) for v in needed}
+        self.of: dict[int, Kernel] = {}
+        self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
+        for i, eqn in enumerate(eqns):
+            reads, operations = self._uses(i, eqn)
+            if not self.written.isdisjoint(eqn.outvars):
+                self.of[i] = Kernel(reads, sum(operations.values()), _written_bytes(eqn))
+            self.fused |= dict.fromkeys({*eqn.outvars} - self.written, (reads, operations))
 
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
         """Returns the bytes that equation i reads, by value in memory, and its operations.
@@ -253,8 +240,7 @@ def _operations(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
         return 0.0
-    loops_over_inputs = name in REDUCTIONS or name == "sort"
-    looped = eqn.invars if loops_over_inputs else eqn.outvars
+    looped = eqn.invars if name in (*REDUCTIONS, "sort") else eqn.outvars
     size = max((math.prod(_jax.aval(v).shape) for v in looped), default=0)
     if is_random(eqn) or name == "threefry2x32":
         return _RANDOM_OPERATIONS * size

@@ -84,9 +84,8 @@ def _join(behind: list[int], group: Sequence[int]) -> None:
         group: the steps that become one.
     """
     members = _digits(group)
-    needs = 0
-    for j in group:
-        needs |= behind[j]
+    # All steps but the last were joined before, so they wait for the same steps.
+    needs = behind[group[0]] | behind[group[-1]]
     # No member waits for a member, so this changes only steps outside of the group.
     for k, waits in enumerate(behind):
         if waits & members:

@@ -34,8 +34,7 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
     # Planners take devices as equal only if the slowness is empty, not if it consists of 1.0s.
     if not speeds or speeds[first] == speeds[device]:
         return ()
-    times = speeds[first] / speeds[device]
-    return (times,) * layers
+    return (speeds[first] / speeds[device],) * layers
 
 
 def measured_slowness(

@@ -67,6 +67,6 @@ class TargetStore(ProgramStore):
             # `sizes` returns its answers in the order of the texts.
             self.sizes.update(zip(missing, self.compiler.sizes(texts), strict=True))
         except Refusal as refusal:
-            program, _ = list(missing.values())[texts.index(refusal.text)]
-            raise RefusedProgram(program, refusal) from None
+            refused = list(missing)[texts.index(refusal.text)]
+            raise RefusedProgram(missing[refused][0], refusal) from None
         return [self.sizes[program.key] for program, _ in programs]

@@ -228,9 +228,7 @@ def _inside_results(program: KernelProgram) -> set[Var]:
     products and scattered sums need no buffer, because they are summed up in place.
     """
     summed = jaxprs.defined(program.named(*_SUMMED))
-    made_by: dict[Var, int] = {}
-    for i, eqn in enumerate(program.eqns):
-        made_by |= dict.fromkeys(eqn.outvars, i)
+    made_by = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     inside: set[Var] = set()
     for eqn, kernel in program.with_kernels():
         name = eqn.primitive.name
