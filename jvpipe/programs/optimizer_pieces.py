@@ -107,6 +107,11 @@ class OptimizerCut:
                     holders.add((slot.index, piece.layer))
         return frozenset(holders)
 
+    def held_by(self, layer: int | None) -> tuple[int, ...]:
+        """Returns the leaves of the state that a layer, or the global program (None), has."""
+        leaves = (i for i, holder in self.holders if holder == layer)
+        return tuple(sorted(leaves))
+
 
 def cut_optimizer(
     optimizer: Optimizer,
