@@ -23,6 +23,7 @@ Mix = Callable[[float | int, float | int], float | int]
 class LocalCosts:
     """The costs of a model at a few sizes of local batches, in rising order.
 
+    >>> from jvpipe.cost.costs import Option
     >>> one = Costs((LayerCost("block", 1.0, 2.0, (Option(8),), parameter_bytes=100),))
     >>> layer = LocalCosts((4,), (one,)).at(2).layers[0]
     >>> layer.forward_s, layer.options[0].kept_bytes, layer.parameter_bytes
