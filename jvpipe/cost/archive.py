@@ -11,15 +11,18 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
 import jax
 
 from jvpipe.util.devices import Device
 
+T = TypeVar("T")
 FOLDER = "jvpipe-measured"
 """The archive's folder, inside the folder of JAX's compilation cache."""
 
@@ -44,11 +47,11 @@ class Archive:
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
         """Makes an archive in JAX's compilation cache; it keeps nothing without a local cache."""
-        cache = jax.config.values["jax_compilation_cache_dir"]
-        is_on = jax.config.values["jax_enable_compilation_cache"]
+        options = jax.config.values
+        cache = options["jax_compilation_cache_dir"]
         is_local = cache and "://" not in cache
-        folder = Path(cache) / FOLDER if is_local and is_on else None
-        return Archive(folder, again, busy)
+        is_used = is_local and options["jax_enable_compilation_cache"]
+        return Archive(Path(cache) / FOLDER if is_used else None, again, busy)
 
     def numbers(
         self,
@@ -63,47 +66,42 @@ class Archive:
             count: how many numbers there are. A file with more or fewer counts as missing.
             measure: measures the numbers.
         """
-        return self.each(lambda _: what(), 1, count, lambda _: [measure()])[0]
+        found = self.each([""], lambda _: what(), count, lambda lacked: [measure() for _ in lacked])
+        return found[0]
 
     def each(
         self,
-        what: Callable[[int], Sequence[str]],
-        things: int,
+        things: Sequence[T],
+        what: Callable[[T], Sequence[str]],
         count: int,
-        measure: Callable[[list[int]], Sequence[list[float]]],
+        measure: Callable[[Sequence[T]], list[list[float]]],
     ) -> list[list[float]]:
         """Returns the numbers of several things; measures those that the archive lacks.
 
         Args:
-            what: returns the description of thing i; without a folder it is not called.
-            things: how many things there are. With a folder, things with equal descriptions are
-                measured once; without a folder, each thing is measured.
+            things: the things. With a folder, things with equal descriptions are measured once;
+                without a folder, each thing is measured.
+            what: returns the description of a thing; without a folder it is not called.
             count: how many numbers each thing has. A file with more or fewer counts as missing.
-            measure: measures the things with the given indices, and returns their numbers in order.
+            measure: measures some of the things, or none, and returns their numbers in order.
         """
         if self.folder is None:
-            return list(measure(list(range(things))))
-        descriptions = [tuple(what(i)) for i in range(things)]
-        kept: dict[tuple[str, ...], list[float]] = {}
-        missing: dict[tuple[str, ...], int] = {}
-        for i, description in enumerate(descriptions):
-            numbers = self.find(*description)
-            if numbers is not None and len(numbers) == count:
-                kept[description] = numbers
-            else:
-                # Things with equal descriptions share one entry, so they are measured once.
-                missing[description] = i
-        measured = measure(list(missing.values())) if missing else ()
-        for description, numbers in zip(missing, measured, strict=True):
-            self.keep(numbers, *description)
-            kept[description] = numbers
-        return [kept[description] for description in descriptions]
+            return measure(things)
+        descriptions = [tuple(what(thing)) for thing in things]
+        thing_of = dict(zip(descriptions, things, strict=True))
+        numbers = {description: self.find(*description) or [] for description in thing_of}
+        lacked = [description for description, found in numbers.items() if len(found) != count]
+        measured = measure([thing_of[description] for description in lacked])
+        for description, found in zip(lacked, measured, strict=True):
+            self.keep(found, *description)
+            numbers[description] = found
+        return [numbers[description] for description in descriptions]
 
     def find(self, *what: str) -> list[float] | None:
         """Returns the numbers of a description; None if its file is missing, damaged or ignored."""
         if self.folder is None:
             return None
-        path = self._path(what)
+        path = self.folder / f"{_digest(what)}.json"
         if self.again and path not in self.since:
             return None
         try:
@@ -119,25 +117,19 @@ class Archive:
         """Keeps the numbers of a description, unless the machine is busy or writing fails."""
         if self.folder is None or self.busy:
             return
-        try:
+        path = self.folder / f"{_digest(what)}.json"
+        with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self.folder, suffix=".draft", delete=False) as file:
-                json.dump({"measured": list(numbers), "digest": _digest(numbers)}, file)
+                json.dump({"measured": numbers, "digest": _digest(numbers)}, file)
             # Renaming is atomic, so no process ever reads half of a file.
-            os.replace(file.name, self._path(what))
-            self.since.add(self._path(what))
-        except OSError:
-            return
-
-    def _path(self, what: Sequence[str]) -> Path:
-        assert self.folder is not None
-        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
-        return self.folder / f"{digest}.json"
+            os.replace(file.name, path)
+            self.since.add(path)
 
 
-def _digest(numbers: Sequence[float]) -> str:
-    """Returns a digest of numbers, by which damage on disk is noticed."""
-    return hashlib.sha256(json.dumps(list(map(float, numbers))).encode()).hexdigest()
+def _digest(values: Sequence[str] | Sequence[float]) -> str:
+    """Returns a digest of texts, or of numbers, by which damage on disk is noticed."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def usable_cores() -> int:
@@ -152,14 +144,14 @@ def usable_cores() -> int:
 
 def surroundings(device: Device) -> str:
     """Returns what a program's seconds depend on: devices, cores, flags and versions, as a text."""
-    cores = (
-        os.environ.get("NPROC", ""),
-        str(usable_cores()),
-        os.environ.get("XLA_FLAGS", ""),
-    )
-    kind = (
+    parts = (
         device.platform,
         device.device_kind,
         str(jax.local_device_count(device.platform)),
+        os.environ.get("NPROC", ""),
+        str(usable_cores()),
+        os.environ.get("XLA_FLAGS", ""),
+        version("jax"),
+        version("jaxlib"),
     )
-    return " ".join((*kind, *cores, version("jax"), version("jaxlib")))
+    return " ".join(parts)

@@ -39,9 +39,10 @@ import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ MOST_DEVICES = 1_000_000
 
 Devices are listed one by one, so a mistyped number could fill the memory.
 """
+_DEFAULTS = {"machines": 1, "networks": 1, "peer_uses_host": True}
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:
@@ -91,7 +93,7 @@ def read_cluster(path: Path) -> Cluster:
     """Reads a cluster from a TOML file."""
     try:
         text = path.read_text()
-        table = _Table(path, text, tomllib.loads(text))
+        entries = {"name": path.stem} | _DEFAULTS | tomllib.loads(text)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): give the path of a TOML file"
@@ -100,15 +102,17 @@ def read_cluster(path: Path) -> Cluster:
         raise ValueError(f"{path} is not TOML: {error}") from error
     except RecursionError:
         raise ValueError(f"{path} is not TOML: it is nested too deeply") from None
+    table = _Table(path, text, entries)
     table.know(
         "name devices_per_machine machines networks peer_uses_host host_memory_bytes "
         "device devices host peer network"
     )
     devices = _devices(table)
-    machines = table.count("machines", 1)
-    # Without devices_per_machine, the devices of a list are spread evenly over the machines.
-    default = max(1, len(devices) // machines) if devices else None
-    per_machine = table.count("devices_per_machine", default)
+    machines = table.count("machines")
+    if devices:
+        # Without devices_per_machine, the devices of a list are spread evenly over the machines.
+        entries.setdefault("devices_per_machine", max(1, len(devices) // machines))
+    per_machine = table.count("devices_per_machine")
     if per_machine * machines > MOST_DEVICES:
         raise table.wrong(
             "machines",
@@ -121,19 +125,19 @@ def read_cluster(path: Path) -> Cluster:
             "devices",
             f"names {len(devices)} devices, there are {there}: name one for each",
         )
-    memory = table.size("host_memory_bytes") if "host_memory_bytes" in table.entries else None
+    memory = table.size("host_memory_bytes") if "host_memory_bytes" in entries else None
     return Cluster(
-        table.text_of("name", path.stem),
+        table.text_of("name"),
         devices[0] if devices else _device(table),
         per_machine,
         machines,
-        host=_link(table, "host", needed=True),
-        peer=_link(table, "peer", needed=per_machine > 1),
-        network=_link(table, "network", needed=machines > 1),
-        unlike=devices if len(set(map(str, devices))) > 1 else (),
-        peer_uses_host=table.flag("peer_uses_host", True),
-        host_memory_bytes=memory,
-        networks=table.count("networks", 1),
+        _link(table, "host", needed=True),
+        _link(table, "peer", needed=per_machine > 1),
+        _link(table, "network", needed=machines > 1),
+        table.flag("peer_uses_host"),
+        memory,
+        devices if len(set(map(str, devices))) > 1 else (),
+        table.count("networks"),
     )
 
 
@@ -143,7 +147,8 @@ def _link(table: "_Table", name: str, needed: bool) -> Link:
         return INFINITE
     link = table.inner(name, "a link: a table with bytes_per_s")
     link.know("bytes_per_s latency_s")
-    return Link(link.number("bytes_per_s"), link.number("latency_s", 0.0, zero=True))
+    latency_s = link.number("latency_s", zero=True) if "latency_s" in link.entries else 0.0
+    return Link(link.number("bytes_per_s"), latency_s)
 
 
 def _devices(table: "_Table") -> tuple[Accelerator, ...]:
@@ -184,48 +189,25 @@ def _accelerator(
     if not isinstance(entry, dict):
         raise table.wrong(key, f"must be a table, or the name of a preset, not {entry!r}")
     device = _Table(table.path, table.text, entry, prefix)
-    device.know(
-        "like name memory_bytes memory_bytes_per_s flops_per_s launch_s elementwise_per_s tiling"
-    )
-    like = _preset(device, "like", device.text_of("like", "")) if "like" in entry else None
-    if like is None:
-        like = Accelerator(
-            "device",
-            device.size("memory_bytes"),
-            device.number("memory_bytes_per_s"),
-            _flops_per_s(device),
-        )
+    readers: dict[str, Callable[[str], Any]] = {
+        "name": device.text_of,
+        "memory_bytes": device.size,
+        "memory_bytes_per_s": device.number,
+        "flops_per_s": device.flops_per_s,
+        "launch_s": partial(device.number, zero=True),
+        "elementwise_per_s": device.number,
+        "tiling": device.tiling,
+    }
+    device.know("like " + " ".join(readers))
+    like = _preset(device, "like", device.text_of("like")) if "like" in entry else None
+    needed = () if like else ("memory_bytes", "memory_bytes_per_s", "flops_per_s")
+    figures = {key: read(key) for key, read in readers.items() if key in entry or key in needed}
+    if "tiling" in entry:
+        figures["cores"], figures["tiling"] = figures["tiling"]
     # A figure that the table leaves out is that of the preset, or else Accelerator's default.
-    cores, tiling = _cores(device, like)
-    return replace(
-        like,
-        name=device.text_of("name", like.name),
-        memory_bytes=device.size("memory_bytes", like.memory_bytes),
-        memory_bytes_per_s=device.number("memory_bytes_per_s", like.memory_bytes_per_s),
-        flops_per_s=_flops_per_s(device) if "flops_per_s" in entry else like.flops_per_s,
-        launch_s=device.number("launch_s", like.launch_s, zero=True),
-        elementwise_per_s=device.number("elementwise_per_s", like.elementwise_per_s),
-        cores=cores,
-        tiling=tiling,
-    )
-
-
-def _flops_per_s(device: "_Table") -> dict[str, float]:
-    rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
-    if "float32" not in rates.entries:
-        raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
-    return {dtype: rates.number(dtype) for dtype in rates.entries}
-
-
-def _cores(device: "_Table", like: Accelerator) -> tuple[int, Tiling | None]:
-    """Returns a device's cores and tiling: those of its table `tiling`, or else those of `like`."""
-    if "tiling" not in device.entries:
-        return like.cores, like.tiling
-    tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")
-    tiling.know("cores start winograd")
-    start = tiling.number("start", zero=True)
-    winograd = tiling.number("winograd", zero=True)
-    return tiling.count("cores"), Tiling(start, winograd)
+    if like:
+        return replace(like, **figures)
+    return Accelerator(figures.pop("name", "device"), **figures)
 
 
 def _preset(table: "_Table", key: str, name: str) -> Accelerator:
@@ -278,7 +260,7 @@ class _Table:
             raise self.wrong(key, f"must be {what}, not {value!r}")
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
-    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+    def number(self, key: str, *, zero: bool = False) -> float:
         """Reads a finite number.
 
         An infinite rate is refused: at that rate work takes no time, and no plan is better than
@@ -286,13 +268,9 @@ class _Table:
 
         Args:
             key: the key of the number.
-            default: the number if the key is missing; a default may be infinite. None if the key
-                must be there.
             zero: whether the number is a time or a share, which may be 0. If not, it is a rate,
                 which must be at least 1.
         """
-        if default is not None and key not in self.entries:
-            return default
         value = self.value(key, "a number")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         # NaN is neither above 0 nor 0.
@@ -305,10 +283,22 @@ class _Table:
             raise self.wrong(key, f"must be at least 1, not {brief(value)}")
         return float(value)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Reads a whole number from 1 to `MOST_DEVICES`; `default` if the key is missing."""
-        if default is not None and key not in self.entries:
-            return default
+    def flops_per_s(self, key: str) -> dict[str, float]:
+        """Reads the rates of products by dtype."""
+        rates = self.inner(key, "a table such as { float32 = 20e12 }")
+        if "float32" not in rates.entries:
+            raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
+        return {dtype: rates.number(dtype) for dtype in rates.entries}
+
+    def tiling(self, key: str) -> tuple[int, Tiling]:
+        """Reads a number of cores, and how well products use them."""
+        tiling = self.inner(key, "a table such as { cores = 80, start = 32, winograd = 0.8 }")
+        tiling.know("cores start winograd")
+        shares = tiling.number("start", zero=True), tiling.number("winograd", zero=True)
+        return tiling.count("cores"), Tiling(*shares)
+
+    def count(self, key: str) -> int:
+        """Reads a whole number from 1 to `MOST_DEVICES`."""
         value = self.value(key, "a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, f"must be a whole number of at least 1, not {brief(value)}")
@@ -316,26 +306,24 @@ class _Table:
             raise self.wrong(key, f"must be at most {MOST_DEVICES}, not {brief(value)}")
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Reads a number of bytes, or a text with a unit; `default` if the key is missing."""
-        if default is not None and key not in self.entries:
-            return default
+    def size(self, key: str) -> int:
+        """Reads a number of bytes, or a text with a unit."""
         value = self.value(key, "a size")
         with suppress(ValueError):
             if size := parse_bytes(value):
                 return size
         raise self.wrong(key, f"must be bytes, or a text such as '16GiB', not {brief(value)}")
 
-    def flag(self, key: str, default: bool) -> bool:
-        """Reads whether something holds; `default` if the key is missing."""
-        value = self.entries.get(key, default)
+    def flag(self, key: str) -> bool:
+        """Reads whether something holds."""
+        value = self.entries[key]
         if not isinstance(value, bool):
             raise self.wrong(key, f"must be true or false, not {value!r}")
         return value
 
-    def text_of(self, key: str, default: str) -> str:
-        """Reads a text that is not empty; `default` if the key is missing."""
-        value = self.entries.get(key, default)
+    def text_of(self, key: str) -> str:
+        """Reads a text that is not empty."""
+        value = self.entries[key]
         if not isinstance(value, str) or not value:
             raise self.wrong(key, f"must be a text, not {value!r}")
         return value
@@ -347,28 +335,25 @@ def _line_of(text: str, key: str) -> int | None:
     `tomllib` reports no lines, so this searches the text for headers, inline tables and keys. The
     first header `[[name]]` stands for `name[0]`, the second for `name[1]`, and so on.
     """
-    lines = text.splitlines()
-    *tables, last = key.split(".")
+    wanted = key.split(".")
     current: list[str] = []
     counts: Counter[str] = Counter()  # by name, the headers so far
-    header = None
-    for number, line in enumerate(lines, 1):
+    table = None
+    for number, line in enumerate(text.splitlines(), 1):
         if match := re.match(r"\s*(\[+)([^\[\]]+)\]", line):
             brackets, name = match.groups()
             nth = f"[{counts[name]}]" if len(brackets) > 1 else ""
             counts[name] += 1
-            current = _parts(name.strip() + nth)
-            if current == [*tables, last]:
-                return number
-            if current == tables:
-                header = number
+            path = current = _parts(name.strip() + nth)
         elif match := re.match(r"\s*([^=#\[\]]+?)\s*=", line):
             path = [*current, *_parts(match[1])]
-            if path == [*tables, last]:
-                return number
-            if path == tables:  # an inline table
-                header = number
-    return header
+        else:
+            continue
+        if path == wanted:
+            return number
+        if path == wanted[:-1]:
+            table = number
+    return table
 
 
 def _parts(key: str) -> list[str]:

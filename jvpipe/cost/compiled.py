@@ -1,4 +1,4 @@
-"""Finds the temporary bytes of every option's backward, by compiling it.
+"""Finds the programs of every option, and the temporary bytes of their backwards.
 
 An option of a layer says which values the layer's backward recomputes. The temporary bytes
 cannot be derived from the sizes of these values. For example, recomputing half of a layer may
@@ -6,21 +6,49 @@ need more temporary bytes than recomputing all of it. So each backward is compil
 compiler reports its bytes. No backward is run.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import chain, islice
+from typing import TypeVar
 
 from jvpipe.cost.costs import Option
 from jvpipe.ir.fates import left_by
 from jvpipe.programs.model_programs import backward_program, partial_inputs
-from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.programs.store import ProgramStore
+from jvpipe.trace.body import Body
 from jvpipe.trace.graph import Traced
 from jvpipe.util.devices import Device
+
+T = TypeVar("T")
+
+
+def option_programs(
+    traced: Traced,
+    options: Sequence[Sequence[Option]],
+    find: Callable[[Body, Collection[str], Collection[int]], T],
+) -> list[list[T]]:
+    """Returns, for each layer, the programs of each of its options.
+
+    Args:
+        traced: the model.
+        options: by layer, its options.
+        find: a method of a store that returns a layer's programs, such as `ProgramStore.layer`.
+    """
+    graph = traced.graph
+    found: list[list[T]] = []
+    for layer, body, of_layer in zip(graph.layers, traced.bodies, options, strict=True):
+        partial = partial_inputs(graph, layer)
+        found.append([])
+        for option in of_layer:
+            kept = left_by(graph, layer, option.fates, lambda info: info.saved)
+            found[-1].append(find(body, sorted(kept), partial))
+    return found
 
 
 def with_compiled_bytes(
     traced: Traced,
     options: Sequence[Sequence[Option]],
-    alike: Sequence[Hashable],
     store: ProgramStore,
     device: Device,
 ) -> list[tuple[Option, ...]]:
@@ -29,42 +57,20 @@ def with_compiled_bytes(
     Args:
         traced: the model.
         options: by layer, its options, the first of which keeps everything.
-        alike: by layer, a key that is equal for layers with the same programs, which are compiled
-            once.
         store: the store that compiles the programs.
         device: the device that the programs are compiled for.
     """
-    program_of: dict[tuple[Hashable, frozenset[str]], Program] = {}
-    backwards: list[list[Program]] = []
-    layers = zip(traced.graph.layers, traced.bodies, options, alike, strict=True)
-    for layer, body, of_layer, key in layers:
-        partial = partial_inputs(traced.graph, layer)
-        backwards.append([])
-        for option in of_layer:
-            kept = left_by(
-                traced.graph,
-                layer,
-                option.fates,
-                lambda info: info.saved,
-            )
-            if (key, kept) not in program_of:
-                programs = store.layer(body, sorted(kept), partial)
-                program_of[key, kept] = backward_program(programs)
-            backwards[-1].append(program_of[key, kept])
+    program_of = cache(backward_program)  # because equal layers share an object of programs
+    every = chain.from_iterable(option_programs(traced, options, store.layer))
     # All are compiled in one call, because the store compiles the programs of a call side by side.
-    distinct = {program.key: program for program in program_of.values()}
-    executables = store.compile([(program, device) for program in distinct.values()])
-    temporary: dict[Hashable, int] = {}
-    for key, executable in zip(distinct, executables, strict=True):
-        temporary[key] = executable.memory_analysis().temp_size_in_bytes
+    executables = store.compile([(program_of(programs), device) for programs in every])
+    sizes = (executable.memory_analysis().temp_size_in_bytes for executable in executables)
     compiled = []
-    for of_layer, programs in zip(options, backwards, strict=True):
+    for of_layer in options:
+        of_options = list(islice(sizes, len(of_layer)))
         # The temporary bytes of the first option, which keeps everything, are part of the layer's
         # own cost. So `extra_bytes` is what an option needs beyond them: 0 for the first option.
-        least = temporary[programs[0].key]
-        with_bytes = []
-        for option, program in zip(of_layer, programs, strict=True):
-            extra = max(temporary[program.key] - least, 0)
-            with_bytes.append(replace(option, extra_bytes=extra))
-        compiled.append(tuple(with_bytes))
+        extras = (max(size - of_options[0], 0) for size in of_options)
+        pairs = zip(of_layer, extras, strict=True)
+        compiled.append(tuple(replace(option, extra_bytes=extra) for option, extra in pairs))
     return compiled

@@ -78,13 +78,11 @@ class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
 
     Attributes:
         text: the program.
-        line: the compiler's message.
     """
 
     def __init__(self, target: Target, text: str, line: str) -> None:
         super().__init__(f"the compiler for {target.name} says: {line}")
         self.text = text
-        self.line = line
 
 
 @dataclass(frozen=True)
@@ -158,37 +156,26 @@ class Compiler:
             Refusal: the compiler refuses one of the programs.
             ValueError: the compiler cannot be asked; the message says why.
         """
-        self.target.check()
-        size_of = {text: self._known(text) for text in dict.fromkeys(texts)}
-        missing = [text for text, numbers in size_of.items() if numbers is None]
+        target = self.target
+        target.check()
+        said = self._said
+        flags = _flags(target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
+        exact = map(str, chain(*_jax.exact(target.platform).items()))
+        common = "compiled bytes of each", *target.identity, *flags, *exact
+        words_of = {text: (*common, text) for text in texts}
+        for words in words_of.values():
+            said[words] = said.get(words) or self.archive.find(*words) or []
+        missing = [text for text, words in words_of.items() if not said[words]]
         # A child takes seconds to start, so none starts without a program to compile.
         if missing:
             for text, numbers in self._compiled(missing):
-                self.archive.keep(numbers, *self._words(text))
-                size_of[text] = self._said[self._words(text)] = numbers
-        return [Sizes.of(size_of[text] or ()) for text in texts]
-
-    def _known(self, text: str) -> list[float] | None:
-        """Returns a program's numbers if they are remembered or in the archive, else None."""
-        words = self._words(text)
-        return self._said.get(words) or self.archive.find(*words)
-
-    def _words(self, text: str) -> tuple[str, ...]:
-        """Returns the description under which the archive keeps a program's numbers."""
-        target = self.target
-        flags = _flags(target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
-        exact = chain(*_jax.exact(target.platform).items())
-        return (
-            "compiled bytes of each",
-            *target.identity,
-            *flags,
-            *map(str, exact),
-            text,
-        )
+                self.archive.keep(numbers, *words_of[text])
+                said[words_of[text]] = numbers
+        return [Sizes.of(said[words_of[text]]) for text in texts]
 
     def _compiled(self, texts: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
         """Yields each program with its numbers, in the order of the child's answers."""
-        waiting = iter(enumerate(texts))
+        waiting = enumerate(texts)
         told_s = time.monotonic()
         # Answers come in any order; the id of each is the index of its program in `texts`.
         with _child(self.target) as child:
@@ -237,10 +224,9 @@ def _child(target: Target) -> Iterator[_Child]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so several processes may compile
         "XLA_FLAGS": _flags(target.platform),
     }
-    command = [sys.executable, "-m", "jvpipe.cost.compiler_process"]
     with TemporaryFile() as complaints:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "jvpipe.cost.compiler_process"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -173,10 +173,7 @@ def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
     >>> sorted(bounds_inside([(1, 3), (5,)]))
     [2, 3]
     """
-    bounds: set[int] = set()
-    for group in groups:
-        bounds.update(range(min(group) + 1, max(group) + 1))
-    return bounds
+    return {bound for group in groups for bound in range(min(group) + 1, max(group) + 1)}
 
 
 @dataclass(frozen=True)
@@ -205,15 +202,11 @@ class Costs:
 
     def edges_at(self, i: int, j: int) -> Iterable[Edge]:
         """Returns the edges that layers i to j - 1 make or read, each edge once."""
-        # An edge is listed at each of its layers. Two edges may have equal fields, so they are told
-        # apart by identity. Only the layers of the segment are visited, not all edges of the model.
-        edges = chain.from_iterable(self._edges_at[i:j])
-        return {id(edge): edge for edge in edges}.values()
+        return _distinct(self._edges_at[i:j])
 
     def shared_at(self, i: int, j: int) -> Iterable[Shared]:
         """Returns the shared bytes that layers i to j - 1 hold, each entry once."""
-        shared = chain.from_iterable(self._shared_at[i:j])
-        return {id(values): values for values in shared}.values()
+        return _distinct(self._shared_at[i:j])
 
     def gives_cotangent(self, layer: int) -> bool:
         """Tells whether an earlier layer waits for a cotangent from a layer's backward."""
@@ -221,8 +214,8 @@ class Costs:
 
     def made_bytes(self, layer: int) -> int:
         """Counts the bytes of the cotangents that other layers return to a layer."""
-        own_edges = (edge for edge in self.edges_at(layer, layer + 1) if edge.producer == layer)
-        return sum(edge.bytes for edge in own_edges if edge.differentiable)
+        edges = (edge for edge in self._edges_at[layer] if edge.differentiable)
+        return sum(edge.bytes for edge in edges if edge.producer == layer)
 
     @cached_property
     def _give_cotangents(self) -> frozenset[int]:
@@ -238,6 +231,12 @@ class Costs:
     def _shared_at(self) -> list[list[Shared]]:
         concerned = ((shared, set(shared.layers)) for shared in self.shared)
         return _by_layer(len(self.layers), concerned)
+
+
+def _distinct(by_layer: Iterable[Iterable[T]]) -> Iterable[T]:
+    """Returns each thing of several layers once, although it is listed at each of its layers."""
+    # Two edges may have equal fields, so they are told apart by identity.
+    return {id(thing): thing for thing in chain.from_iterable(by_layer)}.values()
 
 
 def _by_layer(layers: int, things: Iterable[tuple[T, set[int]]]) -> list[list[T]]:

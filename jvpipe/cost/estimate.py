@@ -112,7 +112,13 @@ def _works(
 
     @cache  # because equal layers share an object of programs
     def work_of(of_layer: LayerPrograms) -> Work:
-        return with_said_work(_work(of_layer, device), of_layer, said)
+        work = Work(
+            roofline.seconds(of_layer.forward, device),
+            roofline.seconds(of_layer.backward, device),
+            temporary_bytes(of_layer.forward, device),
+            temporary_bytes(of_layer.backward, device),
+        )
+        return with_said_work(work, of_layer, said)
 
     works = list(map(work_of, programs))
     if optimizer is None:
@@ -121,8 +127,7 @@ def _works(
     works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
     if not said:
         return works
-    numbered = enumerate(works)
-    return [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
+    return [with_said_updates(work, graph, i, optimizer, said) for i, work in enumerate(works)]
 
 
 def _options(
@@ -143,9 +148,8 @@ def _options(
         store: the store of the layers' programs.
         said: the answers of the device's compiler.
     """
-    nothing = layer_programs(store, traced, "nothing")
     # The seconds of recomputation come from the roofline, because nothing is measured here.
-    recomputed = recomputes(traced, nothing, device)
+    recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), device)
     inputs = own_inputs(traced.graph, signatures)
     forwards_s = [work.forward_s for work in works]
     options = layer_options(traced, inputs, recomputed, forwards_s)
@@ -171,13 +175,3 @@ def _update_s(piece: Piece, device: Accelerator) -> float:
     moved = (*piece.program.in_avals, *piece.program.out_avals)
     moved_bytes = sum(a.size * a.dtype.itemsize for a in moved)
     return device.launch_s + moved_bytes / device.memory_bytes_per_s
-
-
-def _work(programs: LayerPrograms, device: Accelerator) -> Work:
-    """Estimates the work of a layer that keeps all candidates, without its update."""
-    return Work(
-        roofline.seconds(programs.forward, device),
-        roofline.seconds(programs.backward, device),
-        temporary_bytes(programs.forward, device),
-        temporary_bytes(programs.backward, device),
-    )

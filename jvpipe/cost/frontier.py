@@ -16,11 +16,10 @@ after another, the option that differs most from all options chosen so far.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 
 import numpy as np
 
-from jvpipe import _jax
 from jvpipe.cost.costs import Option
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.measuring_effort import OPTIONS
@@ -28,6 +27,7 @@ from jvpipe.cost.recompute import Recompute, recompute_of
 from jvpipe.ir.plan import Fate
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
+from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Traced
 
 Calibration = Sequence[tuple[float, float]]
@@ -50,17 +50,15 @@ def recomputes(
         nothing: by layer, the programs that keep no candidate.
         device: the device whose seconds the roofline estimates.
     """
-    cache: dict[tuple[int, tuple[str, ...]], Recompute] = {}
+    found: dict[tuple[int, tuple[str, ...]], Recompute] = {}
     by_layer = []
-    layers = traced.graph.layers
-    for layer, body, programs in zip(layers, traced.bodies, nothing, strict=True):
+    for layer, body, programs in zip(traced.graph.layers, traced.bodies, nothing, strict=True):
         sizes = {candidate.name: candidate.bytes for candidate in layer.candidates}
         key = id(programs), tuple(sizes)
-        if key not in cache:
-            outputs = (v for v in body.outputs if not isinstance(v, _jax.Literal))
-            results = [body.candidates.get(v) for v in outputs]
-            cache[key] = recompute_of(programs, sizes, results, device)
-        by_layer.append(cache[key])
+        if key not in found:
+            results = map(body.candidates.get, jaxprs.variables(body.outputs))
+            found[key] = recompute_of(programs, sizes, set(results), device)
+        by_layer.append(found[key])
     return by_layer
 
 
@@ -81,27 +79,25 @@ def layer_options(
             whole layers.
         measured: by layer, measured extra seconds; None if nothing was measured.
     """
-    cache: dict[tuple[int, int], tuple[Option, ...]] = {}
+    found: dict[tuple[int, int], tuple[Option, ...]] = {}
     by_layer = []
     graph = traced.graph
-    for layer in graph.layers:
-        arrays = [graph.tensors[t].array for t in inputs[layer.id]]
-        recompute = recomputed[layer.id]
-        input_bytes = sum(array.bytes for array in arrays)
+    tensors = [tensor.array for tensor in graph.tensors]
+    for layer, inputs_read, recompute in zip(graph.layers, inputs, recomputed, strict=True):
+        input_bytes = sum(tensors[t].bytes for t in inputs_read)
         # The options of layers with equal programs and inputs of equal size differ only in names.
         key = id(recompute), input_bytes
-        if key not in cache:
+        if key not in found:
             again = None
             if graph.whole_layers:
-                yielded = (graph.tensors[t].array.bytes for t in layer.writing(ValueKind.TENSOR))
-                again = forwards_s[layer.id], sum(yielded)
+                yielded = layer.writing(ValueKind.TENSOR)
+                again = forwards_s[layer.id], sum(tensors[t].bytes for t in yielded)
             options = recompute_options(recompute, input_bytes, again=again)
             if measured:
                 options = calibrated(options, measured[layer.id])
-            cache[key] = options
-        label = graph.label(layer)
-        names = [array.name for array in arrays]
-        by_layer.append(named(cache[key], label, names))
+            found[key] = options
+        names = [tensors[t].name for t in inputs_read]
+        by_layer.append(named(found[key], graph.label(layer), names))
     return by_layer
 
 
@@ -128,19 +124,15 @@ def recompute_options(
     if again is not None and nothing != everything:
         # The forward runs again, and yields all candidates and all results of the layer once more.
         forward_s, result_bytes = again
-        extra_bytes = everything.kept_bytes + result_bytes
-        nothing = replace(nothing, kept_bytes=0, extra_s=forward_s, extra_bytes=extra_bytes)
-    others = []
+        again_bytes = everything.kept_bytes + result_bytes
+        nothing = Option(0, 0, forward_s, again_bytes, nothing.fates)
+    compared = [everything, nothing]
     for kept in [recompute.choices] if again is not None else recompute.subsets():
-        for option in _swapping(recompute, kept, input_bytes):
-            # `everything` and `nothing` are in the result in any case.
-            if option not in (everything, nothing):
-                others.append(option)
-    compared = [everything, nothing, *others]
+        options = _swapping(recompute, kept, input_bytes)
+        compared += (option for option in options if option not in (everything, nothing))
     points = np.array([_point(option, input_bytes) for option in compared])
-    # `_thinned` always chooses the first two. They are added below, at the ends of the result.
-    places = _thinned(points, count)
-    chosen = [others[i - 2] for i in places if i >= 2]
+    # `_thinned` always chooses the first two, which become the ends of the result.
+    chosen = [compared[i] for i in _thinned(points, count) if i >= 2]
     chosen.sort(key=_rank)
     if nothing == everything and not chosen:
         return (everything,)
@@ -160,8 +152,7 @@ def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option
     modeled_s, measured_s = np.array(points).T
     # Measured seconds must rise with the modeled ones: noise must not make more work cheaper.
     measured_s = np.maximum.accumulate(measured_s)
-    estimates_s = [option.extra_s for option in options]
-    extras_s = np.interp(estimates_s, modeled_s, measured_s)
+    extras_s = np.interp([option.extra_s for option in options], modeled_s, measured_s)
     pairs = zip(options, extras_s.tolist(), strict=True)
     return tuple(replace(option, extra_s=extra_s) for option, extra_s in pairs)
 
@@ -202,17 +193,16 @@ def _option(
     """
     used, recomputed = recompute.dropping(kept)
     swapped = used.intersection(swapped)
-    keeps_all = kept == recompute.choices
-    dropped = frozenset() if keeps_all else recompute.choices - used
-    dropped_fates = {recompute.names[c]: Fate.RECOMPUTE for c in sorted(dropped)}
-    swapped_fates = {recompute.names[c]: Fate.SWAP for c in sorted(swapped)}
+    dropped = frozenset() if kept == recompute.choices else recompute.choices - used
+    fates = {recompute.names[c]: Fate.RECOMPUTE for c in sorted(dropped)}
+    fates |= {recompute.names[c]: Fate.SWAP for c in sorted(swapped)}
     return Option(
-        kept_bytes=recompute.kept_bytes(used - swapped),
-        swapped_bytes=recompute.kept_bytes(swapped),
-        extra_s=recompute.extra_s(recomputed),
-        extra_bytes=sum(recompute.bytes[c] for c in recomputed),
-        fates=dropped_fates | swapped_fates,
-        swaps_input=swaps_input,
+        recompute.kept_bytes(used - swapped),
+        recompute.kept_bytes(swapped),
+        recompute.extra_s(recomputed),
+        sum(recompute.bytes[c] for c in recomputed),
+        fates,
+        swaps_input,
     )
 
 
@@ -229,8 +219,7 @@ def _swapping(
     rising = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
     swaps: set[frozenset[int]] = set()
     for order in (rising, rising[::-1]):
-        growing = accumulate(([c] for c in order), initial=list[int]())
-        swaps.update(map(frozenset, growing))
+        swaps.update(frozenset(order[:n]) for n in range(len(order) + 1))
     input_choices = (False, True) if input_bytes else (False,)
     for swapped, with_input in product(swaps, input_choices):
         yield _option(recompute, kept, swapped, with_input)
@@ -258,39 +247,33 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
         count: the most indices that are returned.
     """
     # For n points, this takes n^2 comparisons.
-    efficient = [i for i in range(2, len(points)) if not _is_beaten(points, i)]
-    if len(efficient) + 2 <= count:
-        return [0, 1, *efficient]
-    ids = np.array([0, 1, *efficient])
+    ids = [0, 1, *(i for i in range(2, len(points)) if not _is_beaten(points, i))]
+    if len(ids) <= count:
+        return ids
     largest = points.max(0)
     units = np.where(largest > 0, largest, 1)
     scaled = (points / units)[ids]
     # Each column is scaled to at most 1. The price of seconds is 1. There are 13 prices of kept
     # bytes and 13 of swapped bytes. Extra bytes are free, or cost half of what kept bytes cost.
     grid = np.geomspace(1e-3, 1e3, 13)
-    meshes = np.meshgrid(grid, grid, [0.0, 0.5])
-    byte, link, more = (prices.ravel() for prices in meshes)
+    link, byte, more = np.array([*product(grid, grid, [0.0, 0.5])]).T
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
     # Points that are best at some prices come first, in falling order of the number of such prices.
     best = (scaled @ price).argmin(0)
     picked, times = np.unique(best, return_counts=True)
-    falling = np.argsort(-times, kind="stable")
-    by_times = picked[falling].tolist()
+    by_times = picked[np.argsort(-times, kind="stable")].tolist()
     chosen = list(dict.fromkeys([0, 1, *by_times]))[: max(count, 2)]
     # Then the point that is farthest from its nearest chosen point is added, again and again. It
     # has not been chosen before: a chosen point has the distance 0, and points are distinct.
-    apart = scaled[:, None] - scaled[None, chosen]
-    distance = np.abs(apart).sum(2).min(1)
     while len(chosen) < count:
+        apart = scaled[:, None] - scaled[None, chosen]
+        distance = np.abs(apart).sum(2).min(1)
         chosen.append(int(distance.argmax()))
-        from_last = np.abs(scaled - scaled[chosen[-1]]).sum(1)
-        distance = np.minimum(distance, from_last)
-    return ids[chosen].tolist()
+    return [ids[i] for i in chosen]
 
 
 def _is_beaten(points: np.ndarray, i: int) -> bool:
     """Tells whether point i repeats an earlier point, or another point beats it."""
     as_good = (points <= points[i]).all(1)
     same = (points == points[i]).all(1)
-    is_worse = (as_good & ~same).any()
-    return bool(is_worse or same[:i].any())
+    return bool((as_good & ~same).any() or same[:i].any())

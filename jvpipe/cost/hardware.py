@@ -104,12 +104,7 @@ class Accelerator:
         for dtype, rate in self.flops_per_s.items():
             _check(what, f"flops_per_s[{dtype!r}]", rate)
         _check(what, "launch_s", self.launch_s, zero=True)
-        _check(
-            what,
-            "elementwise_per_s",
-            self.elementwise_per_s,
-            infinite=True,
-        )
+        _check(what, "elementwise_per_s", self.elementwise_per_s, infinite=True)
 
     def products_per_s(self, dtype: str) -> float:
         """Returns the rate of products of a dtype; if it is not listed, that of a similar dtype.

@@ -46,11 +46,10 @@ def without_lodgers(buffers: Iterable[HeapBlock], rooms: Iterable[Room]) -> list
     [HeapBlock(bytes=4, first=1, last=2), HeapBlock(bytes=2, first=1, last=1)]
     """
     # Results are in order of rising size, so the first one with room is the smallest.
-    in_order = sorted(rooms)
-    lodgers: list[list[HeapBlock]] = [[] for _ in in_order]
+    in_order = [(room, list[HeapBlock]()) for room in sorted(rooms)]
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
-        for room, there in zip(in_order, lodgers, strict=True):
+        for room, there in in_order:
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
             apart = (b.last < buffer.first or buffer.last < b.first for b in there)
             if holds and all(apart):
@@ -72,15 +71,16 @@ def peak_bytes(buffers: Sequence[HeapBlock], scratch_bytes: int) -> int:
     >>> peak_bytes([HeapBlock(4, 0, 1), HeapBlock(4, 1, 2), HeapBlock(2, 2, 2)], 0)
     8
     """
-    changes: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+    small_changes, large_changes = Counter[int](), Counter[int]()
     for buffer in buffers:
         is_small = buffer.bytes < scratch_bytes // _SMALL
-        changes[is_small][buffer.first] += buffer.bytes
-        changes[is_small][buffer.last + 1] -= buffer.bytes
+        changes = small_changes if is_small else large_changes
+        changes[buffer.first] += buffer.bytes
+        changes[buffer.last + 1] -= buffer.bytes
     # The sums change only at steps where a buffer begins or has just ended.
     small = large = peak = 0
-    for i in sorted({*changes[True], *changes[False]}):
-        small += changes[True][i]
-        large += changes[False][i]
+    for i in sorted({*small_changes, *large_changes}):
+        small += small_changes[i]
+        large += large_changes[i]
         peak = max(peak, large + max(0, small - scratch_bytes))
     return peak

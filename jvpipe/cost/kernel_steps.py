@@ -34,7 +34,7 @@ class KernelStep:
     own_bytes: int = 0
 
 
-class KernelProgram:
+class KernelProgram(Kernels):
     """The equations of a program with their kernels.
 
     Args:
@@ -43,22 +43,21 @@ class KernelProgram:
 
     Attributes:
         eqns: the equations.
-        kernels: the kernels.
         inputs: the variables of its inputs.
         results: the first names of its results, before any alias such as a reshape.
         readers: by value in memory, the number of kernels that read it.
     """
 
     def __init__(self, jaxpr: Jaxpr, platform: str) -> None:
+        super().__init__(jaxpr.eqns, jaxpr.outvars, platform)
         self.eqns = jaxpr.eqns
-        self.kernels = Kernels(jaxpr.eqns, jaxpr.outvars, platform)
         self.inputs = {*jaxpr.invars}
         self.results = self.roots(jaxpr.outvars)
-        self.readers = Counter(v for kernel in self.kernels.of.values() for v in kernel.reads)
+        self.readers = Counter(v for kernel in self.of.values() for v in kernel.reads)
 
     def roots(self, atoms: Iterable[Atom]) -> set[Var]:
         """Returns the first names of values: the variables before any alias, such as a reshape."""
-        return {self.kernels.root.get(v, v) for v in jaxprs.variables(atoms)}
+        return {self.root.get(v, v) for v in jaxprs.variables(atoms)}
 
     def named(self, *primitives: str) -> Iterator[JaxprEqn]:
         """Yields the equations with one of the given primitives."""
@@ -66,7 +65,7 @@ class KernelProgram:
 
     def with_kernels(self) -> Iterator[tuple[JaxprEqn, Kernel]]:
         """Yields each equation that has a kernel, and its kernel."""
-        return ((self.eqns[i], kernel) for i, kernel in self.kernels.of.items())
+        return ((self.eqns[i], kernel) for i, kernel in self.of.items())
 
 
 def dims_of(v: Atom) -> Shape:
@@ -80,9 +79,8 @@ def loop_of(eqn: JaxprEqn) -> Shape | None:
         return None
     # A reduction reads each element of its operand, so its loop has the shape of the operand, even
     # if the result is a single number.
-    is_reduction = eqn.primitive.name in REDUCTIONS
-    looped = eqn.invars[0] if is_reduction else eqn.outvars[0]
-    return dims_of(looped)
+    looped = eqn.invars if eqn.primitive.name in REDUCTIONS else eqn.outvars
+    return dims_of(looped[0])
 
 
 def is_batched(eqn: JaxprEqn) -> bool:

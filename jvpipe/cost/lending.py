@@ -65,17 +65,15 @@ def measured_lending(
     Returns:
         The share; 0 for one device alone, and for devices that are not CPUs.
     """
+    first = devices[0]
     # Only CPU devices share cores.
-    if len(devices) < 2 or devices[0].platform != "cpu":
+    if len(devices) < 2 or first.platform != "cpu":
         return 0.0
-
-    def description() -> tuple[str, ...]:
-        count = str(len(devices))
-        text = store.text(program, devices[0])
-        return "lent", surroundings(devices[0]), count, text
-
-    archive = archive or Archive()
-    (share,) = archive.numbers(description, 1, lambda: [_measured(store, program, devices)])
+    (share,) = (archive or Archive()).numbers(
+        lambda: ("lent", surroundings(first), str(len(devices)), store.text(program, first)),
+        1,
+        lambda: [_measured(store, program, devices)],
+    )
     return share
 
 
@@ -84,9 +82,10 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
     runs = store.compile([(program, device) for device in devices])
     inputs = []
     for device in devices:
-        examples = (example_of(shape) for shape in program.inputs)
+        examples = map(example_of, program.inputs)
         inputs.append([jax.device_put(example, device) for example in examples])
     calls = list(zip(runs, inputs, strict=True))
+    count = len(devices)
 
     def taken_s(count: int, times: int) -> float:
         jax.block_until_ready(inputs)
@@ -95,12 +94,11 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
             jax.block_until_ready([run(*arguments) for run, arguments in calls[:count]])
         return time.perf_counter() - start
 
-    taken_s(len(devices), 1)  # warms up
+    taken_s(count, 1)  # warms up
     times = math.ceil(MEASURING.lending_turn_s / taken_s(1, 1))
-    shares = []
-    for _ in range(MEASURING.lending_turns):
-        # Both ways are timed in every turn, so that a slow moment of the machine affects both.
-        alone_s = taken_s(1, times)
-        together_s = taken_s(len(devices), times)
-        shares.append(lent_share(alone_s, together_s, len(devices)))
+    # Both ways are timed in every turn, so that a slow moment of the machine affects both.
+    shares = [
+        lent_share(taken_s(1, times), taken_s(count, times), count)
+        for _ in range(MEASURING.lending_turns)
+    ]
     return statistics.median(shares)

@@ -5,9 +5,10 @@ copies to another device. Each kind of copy is timed at two sizes, and the line 
 gives rate and latency. OUT and SEND are also timed at once, to find out whether they share a link.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,8 +22,6 @@ from jvpipe.cost.measuring_effort import MEASURING
 from jvpipe.util.devices import Device
 
 _SMALL, _LARGE = 2**16, 2**24  # bytes
-
-Copy = Callable[[jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +47,15 @@ class Links:
         They are three rates, three latencies, and whether SEND and OUT share a link. A link that
         takes no time has rate 0.
         """
-        links = (self.out, self.back, self.send)
+        links = self.out, self.back, self.send
         rates = [0.0 if link == INFINITE else link.bytes_per_s for link in links]
         return [*rates, *(link.latency_s for link in links), float(self.send_uses_host)]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> "Links":
         """Makes links from the list that `Links.numbers` returned."""
-        pairs = zip(numbers[:3], numbers[3:6], strict=True)
-        out, back, send = (Link(rate, late) if rate else INFINITE for rate, late in pairs)
+        rates = (rate or math.inf for rate in numbers[:3])
+        out, back, send = map(Link, rates, numbers[3:6])
         return Links(out, back, send, bool(numbers[6]))
 
     @property
@@ -88,10 +87,9 @@ def links_between(
         archive: the archive that may have the links, and that keeps measured ones.
     """
     links = known_links()
-    archive = archive or Archive()
     kinds = device.device_kind, other.device_kind if other else ""
     if kinds not in links:
-        numbers = archive.numbers(
+        numbers = (archive or Archive()).numbers(
             lambda: ("links", surroundings(device), *kinds),
             7,  # see Links.numbers
             lambda: measure_links(device, other).numbers,
@@ -113,36 +111,26 @@ def measure_links(
             has `INFINITE` for `send`.
         sizes: the bytes of a small and of a large copy.
     """
-    pinned = SingleDeviceSharding(device, memory_kind=_host_memory(device))
     here = SingleDeviceSharding(device)
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    host_kind = "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
+    pinned = SingleDeviceSharding(device, memory_kind=host_kind)
 
-    def seconds(copy: Copy, source: SingleDeviceSharding) -> list[float]:
-        return [_seconds([copy], [_arrays(size, source)]) for size in sizes]
+    def seconds(target: SingleDeviceSharding, source: SingleDeviceSharding) -> list[float]:
+        return [_seconds([target], [_arrays(size, source)]) for size in sizes]
 
-    def out(x: jax.Array) -> jax.Array:
-        return jax.device_put(x, pinned)
-
-    def send(x: jax.Array) -> jax.Array:
-        return jax.device_put(x, SingleDeviceSharding(other))
-
-    out_s = seconds(out, here)
-    back_s = seconds(lambda x: jax.device_put(x, here), pinned)
+    out_s = seconds(pinned, here)
     out_link = link_through(sizes, out_s)
-    back_link = link_through(sizes, back_s)
+    back_link = link_through(sizes, seconds(here, pinned))
     if other is None:
         return Links(out_link, back_link, INFINITE, send_uses_host=False)
-    send_s = seconds(send, here)
+    there = SingleDeviceSharding(other)
+    send_s = seconds(there, here)
     # Whether a link is shared is judged by large copies, in which latencies hardly count.
     large = [_arrays(sizes[1], here) for _ in range(2)]
-    together_s = _seconds([out, send], large)
+    together_s = _seconds([pinned, there], large)
     shared = together_s > MEASURING.shared * max(out_s[1], send_s[1])
     return Links(out_link, back_link, link_through(sizes, send_s), shared)
-
-
-def _host_memory(device: Device) -> str:
-    """Returns the kind of the host memory that a device swaps to."""
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
 
 
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
@@ -155,17 +143,20 @@ def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
     return jax.block_until_ready([jax.device_put(values, place, may_alias=False) for _ in runs])
 
 
-def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> float:
+def _seconds(
+    targets: Sequence[SingleDeviceSharding],
+    arrays: Sequence[Sequence[jax.Array]],
+) -> float:
     """Returns the median seconds until several copies, all begun at once, are done.
 
     Args:
-        copies: the copies that are timed together.
+        targets: the places to which the copies go that are timed together.
         arrays: for each copy, an array per run.
     """
     taken = []
     for run in zip(*arrays, strict=True):
         start = time.perf_counter()
-        jax.block_until_ready([copy(x) for copy, x in zip(copies, run, strict=True)])
+        jax.block_until_ready(list(map(jax.device_put, run, targets)))
         # The first run warms up, and does not count.
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])

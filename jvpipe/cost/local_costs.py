@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from jvpipe.cost.costs import Costs, LayerCost, Option, SplitCost
+from jvpipe.cost.costs import Costs, LayerCost, SplitCost
 
 Mix = Callable[[float | int, float | int], float | int]
 """Returns a number at b examples, given the number at the smaller and at the larger size."""
@@ -23,6 +23,7 @@ Mix = Callable[[float | int, float | int], float | int]
 class LocalCosts:
     """The costs of a model at a few sizes of local batches, in rising order.
 
+    >>> from jvpipe.cost.costs import Option
     >>> one = Costs((LayerCost("block", 1.0, 2.0, (Option(8),), parameter_bytes=100),))
     >>> layer = LocalCosts((4,), (one,)).at(2).layers[0]
     >>> layer.forward_s, layer.options[0].kept_bytes, layer.parameter_bytes
@@ -48,49 +49,34 @@ class LocalCosts:
         return self._between[b]
 
     def _mixed(self, b: int) -> Costs:
-        """Returns the costs of `b` examples on the line through the costs at two known sizes."""
+        """Returns the costs of `b` examples on the line through the costs at two known sizes.
+
+        Bytes are rounded.
+        """
         last = len(self.batches) - 1
         # Beyond the known sizes, the line through the nearest two continues.
         high = min(max(bisect_left(self.batches, b), 1), last)
         low = max(high - 1, 0)
         at = self.batches[low]
         to = self.batches[high]
-        share = (b - at) / (to - at) if low < high else 0.0
 
-        def in_proportion(near: float | int, far: float | int) -> float | int:
-            return near * b / at
-
-        def on_line(near: float | int, far: float | int) -> float | int:
+        def mix(less: float | int, more: float | int) -> float | int:
+            if at == to:
+                return less * b / at
+            share = (b - at) / (to - at)
             # Far below the smallest size, the line may fall below 0.
-            return max(0.0, near + share * (far - near))
+            return max(0.0, less + share * (more - less))
 
-        mix = on_line if low < high else in_proportion
-        return _mixed_costs(self.costs[low], self.costs[high], mix)
-
-
-def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
-    """Returns the costs at b examples; bytes are rounded.
-
-    Args:
-        near: the costs at the smaller size.
-        far: the costs at the larger size.
-        mix: returns a number at b examples.
-    """
-    layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
-    edges = []
-    for a, x in zip(near.edges, far.edges, strict=True):
-        edges.append(replace(x, bytes=round(mix(a.bytes, x.bytes))))
-    shared = []
-    for a, x in zip(near.shared, far.shared, strict=True):
+        near, far = self.costs[low], self.costs[high]
+        layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
+        edge_pairs = zip(near.edges, far.edges, strict=True)
+        edges = (replace(x, bytes=round(mix(a.bytes, x.bytes))) for a, x in edge_pairs)
         # What counts per version, such as a parameter, does not depend on the batch.
-        size = x.bytes if x.per_version else round(mix(a.bytes, x.bytes))
-        shared.append(replace(x, bytes=size))
-    return replace(
-        far,
-        layers=tuple(layers),
-        edges=tuple(edges),
-        shared=tuple(shared),
-    )
+        shared = (
+            x if x.per_version else replace(x, bytes=round(mix(a.bytes, x.bytes)))
+            for a, x in zip(near.shared, far.shared, strict=True)
+        )
+        return replace(far, layers=tuple(layers), edges=tuple(edges), shared=tuple(shared))
 
 
 def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
@@ -99,31 +85,29 @@ def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
     backward_s = mix(near.backward_s, far.backward_s)
     kept_bytes = mix(near.options[0].kept_bytes, far.options[0].kept_bytes)
     # The bytes of all options are scaled like those of the first option, which keeps everything.
-    bytes_share = _ratio(kept_bytes, far.options[0].kept_bytes)
+    share = _ratio(kept_bytes, far.options[0].kept_bytes)
     backward_share = _ratio(backward_s, far.backward_s)
     # Recomputation repeats parts of the forward, so its seconds are scaled like the forward's. If
     # the forward takes no time, they are scaled like the backward's.
     again_share = _ratio(forward_s, far.forward_s) or backward_share
-    options = tuple(_option(option, bytes_share, again_share) for option in far.options)
+    options = (
+        replace(
+            option,
+            kept_bytes=round(option.kept_bytes * share),
+            swapped_bytes=round(option.swapped_bytes * share),
+            extra_s=option.extra_s * again_share,
+            extra_bytes=round(option.extra_bytes * share),
+        )
+        for option in far.options
+    )
     return replace(
         far,
         forward_s=forward_s,
         backward_s=backward_s,
-        options=options,
+        options=tuple(options),
         input_bytes=round(mix(near.input_bytes, far.input_bytes)),
         temporary_bytes=round(mix(near.temporary_bytes, far.temporary_bytes)),
         split=far.split and _split(near.split or far.split, far.split, backward_share, mix),
-    )
-
-
-def _option(option: Option, bytes_share: float, seconds_share: float) -> Option:
-    """Scales the bytes and seconds of an option."""
-    return replace(
-        option,
-        kept_bytes=round(option.kept_bytes * bytes_share),
-        swapped_bytes=round(option.swapped_bytes * bytes_share),
-        extra_s=option.extra_s * seconds_share,
-        extra_bytes=round(option.extra_bytes * bytes_share),
     )
 
 

@@ -46,12 +46,9 @@ class Product:
         """
         if self.three is None:
             return None
+        m, k = self.m // 9, -(-self.k // 4)
         if self.three == "kernel":
-            m = -(-self.m // 4)
-            k = self.k // 9
-        else:
-            m = self.m // 9
-            k = -(-self.k // 4)
+            m, k = -(-self.m // 4), self.k // 9
         return Product(16 * self.b, m, self.n, k, self.itemsizes)
 
 
@@ -81,13 +78,7 @@ def _matrices(eqn: JaxprEqn) -> Product:
     b = math.prod(left.shape[d] for d in batch)
     k = math.prod(left.shape[d] for d in summed)
     shared = max(1, b * k)  # at least 1, so that empty operands do not divide by 0
-    return Product(
-        b,
-        left.size // shared,
-        right.size // shared,
-        k,
-        _itemsizes(eqn),
-    )
+    return Product(b, left.size // shared, right.size // shared, k, _itemsizes(eqn))
 
 
 def _convolution(eqn: JaxprEqn) -> Product:
@@ -98,10 +89,8 @@ def _convolution(eqn: JaxprEqn) -> Product:
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
-    kernel_shape = _jax.aval(eqn.invars[1]).shape
-    result_shape = _jax.aval(eqn.outvars[0]).shape
-    kernel = [kernel_shape[d] for d in numbers.rhs_spec]
-    result = [result_shape[d] for d in numbers.out_spec]
+    kernel = [_jax.aval(eqn.invars[1]).shape[d] for d in numbers.rhs_spec]
+    result = [_jax.aval(eqn.outvars[0]).shape[d] for d in numbers.out_spec]
     groups = params["feature_group_count"] * params["batch_group_count"]
     spread = math.prod(params["lhs_dilation"])
     stride = math.prod(params["window_strides"])
@@ -117,14 +106,7 @@ def _convolution(eqn: JaxprEqn) -> Product:
     m = -(-pixels // spread)
     # Each sum goes over the input channels of a group and the pixels of the kernel.
     k = kernel[1] * math.prod(kernel[2:])
-    return Product(
-        groups,
-        m,
-        result[1] // groups,
-        k,
-        _itemsizes(eqn),
-        three,
-    )
+    return Product(groups, m, result[1] // groups, k, _itemsizes(eqn), three)
 
 
 def _itemsizes(eqn: JaxprEqn) -> tuple[int, int, int]:

@@ -8,9 +8,10 @@ process has measured come from the archive.
 
 import statistics
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -38,7 +39,6 @@ from jvpipe.programs.model_programs import (
     weight_program,
 )
 from jvpipe.programs.optimizer_pieces import OptimizerCut
-from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 from jvpipe.util.devices import Device
@@ -95,31 +95,19 @@ def measure_programs(
     runs = {} if earlier is None else earlier
     distinct = {program.key: program for program in programs if program.key not in runs}
     executables = store.compile([(program, device) for program in distinct.values()])
-    fitting: list[tuple[Program, Any]] = []
-    temporary: list[int] = []
-    for program, executable in zip(distinct.values(), executables, strict=True):
-        needs = executable.memory_analysis()
-        if room_bytes is None or _needed_bytes(needs) <= room_bytes:
-            fitting.append((program, executable))
-            temporary.append(needs.temp_size_in_bytes)
-
-    def description(i: int) -> tuple[str, ...]:
-        program, _ = fitting[i]
-        return "seconds", surroundings(device), store.text(program, device)
-
-    def measure(missing: Sequence[int]) -> list[list[float]]:
-        return _in_turns([fitting[i] for i in missing], device)
-
+    fitting = list(zip(distinct.values(), executables, strict=True))
+    if room_bytes is not None:
+        fitting = [compiled for compiled in fitting if _needed_bytes(compiled[1]) <= room_bytes]
     # Programs that an earlier process has timed are not run. They were compiled above
     # because only the compiler knows their temporary bytes.
     seconds = (archive or Archive()).each(
-        description,
-        len(fitting),
+        fitting,
+        lambda compiled: ("seconds", surroundings(device), store.text(compiled[0], device)),
         2,
-        measure,
+        partial(_in_turns, device=device),
     )
-    for (program, _), (s, processor_s), size in zip(fitting, seconds, temporary, strict=True):
-        runs[program.key] = Run(s, size, processor_s)
+    for (program, executable), (s, processor_s) in zip(fitting, seconds, strict=True):
+        runs[program.key] = Run(s, _temporary_bytes(executable), processor_s)
     return runs
 
 
@@ -150,20 +138,19 @@ def measured_costs(
         device: the device that runs the layers.
         store: the store of the layers' programs. Training with the same store does not compile the
             same programs again.
-        optimizer: the optimizer, whose state is counted and whose updates are measured;
-            None to leave both out.
+        optimizer: the optimizer, whose state counts and whose updates are measured, or None.
         microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
         split: whether to measure the halves of backwards, too.
         earlier: earlier measurements, to which new ones are added.
-        room_bytes: the bytes that the device has for a program; programs that need more are
-            estimated.
+        room_bytes: the bytes that the device has for a program; larger programs are estimated.
         archive: the archive with the seconds of earlier processes; new seconds are kept there.
         devices_per_core: the devices of the pipeline per core of the host, if they are
             CPUs. Layers are then timed as if all devices were busy.
     """
+    graph = traced.graph
     shares: tuple[Share, ...] = ("all",)
-    if fates and not traced.graph.whole_layers:
+    if fates and not graph.whole_layers:
         shares = ("all", "half", "nothing")
     kept: dict[Share, list[LayerPrograms]] = {}
     for share in shares:
@@ -171,12 +158,13 @@ def measured_costs(
     keep_all = kept["all"]
     pairs = list(_to_measure(kept, optimizer, split=split))
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive, devices_per_core)
-    graph = traced.graph
+
     works = [_work(runs, programs) for programs in keep_all]
     options = splits = None
     if optimizer is not None:
-        update_s = partial(_update_s, runs)
-        works = with_update_seconds(works, graph.loss_layer, optimizer, update_s)
+        works = with_update_seconds(
+            works, graph.loss_layer, optimizer, lambda piece: runs[piece_program(piece).key].seconds
+        )
     if fates:
         options = _measured_options(traced, kept, runs, works, store, device)
     if split:
@@ -202,14 +190,20 @@ def _to_measure(
     """
     for programs in kept["all"]:
         yield forward_program(programs, recompute=True), programs.forward
-    for of_share in kept.values():
-        for programs in of_share:
-            yield backward_program(programs), programs.backward
-    if split:
-        yield from _halves(kept["all"])
+        if split and programs.halves is not None:
+            yield input_program(programs), programs.halves.input
+            yield weight_program(programs), programs.halves.weight
+    for programs in chain.from_iterable(kept.values()):
+        yield backward_program(programs), programs.backward
     if optimizer is not None:
         for piece in optimizer.update:
             yield piece_program(piece), piece.program
+
+
+def _halves_s(runs: Runs, programs: LayerPrograms) -> list[float]:
+    """Returns the measured seconds of both halves of a layer's backward."""
+    halves = input_program(programs), weight_program(programs)
+    return [runs[half.key].seconds for half in halves]
 
 
 def _work(runs: Runs, programs: LayerPrograms) -> Work:
@@ -224,14 +218,9 @@ def _work(runs: Runs, programs: LayerPrograms) -> Work:
     )
 
 
-def _update_s(runs: Runs, piece: Piece) -> float:
-    """Returns the measured seconds of a piece of the optimizer."""
-    return runs[piece_program(piece).key].seconds
-
-
 def _all_runs(
     store: ProgramStore,
-    pairs: Iterable[tuple[Program, ClosedJaxpr]],
+    pairs: Sequence[tuple[Program, ClosedJaxpr]],
     device: Device,
     earlier: Runs | None,
     room_bytes: int | None,
@@ -239,6 +228,8 @@ def _all_runs(
     devices_per_core: float,
 ) -> Runs:
     """Measures the programs that fit on the device, and estimates the others.
+
+    An estimate is the roofline's seconds times a pace, which the module's docstring defines.
 
     Args:
         store: the store that compiles the programs.
@@ -250,25 +241,24 @@ def _all_runs(
         devices_per_core: see `Run.beside`.
     """
     # A program without results, such as the backward of a frozen layer, never runs.
-    idle: Runs = {}
-    busy: dict[Hashable, tuple[Program, ClosedJaxpr]] = {}
-    for program, jaxpr in pairs:
-        if jaxpr.jaxpr.outvars:
-            busy[program.key] = program, jaxpr
-        else:
-            idle[program.key] = Run(0.0, 0)
-    to_run = [program for program, _ in busy.values()]
-    runs = measure_programs(
-        store,
-        to_run,
-        device,
-        earlier,
-        room_bytes,
-        archive,
-    )
+    idle = {program.key: Run(0.0, 0) for program, _ in pairs}
+    busy = [(program, jaxpr) for program, jaxpr in pairs if jaxpr.jaxpr.outvars]
+    to_run = [program for program, _ in busy]
+    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
     # The pace of estimates is computed from these runs, so estimates are for busy devices, too.
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
-    return idle | runs | _estimated(store, device, runs, busy)
+    missing = {program.key: program for program in to_run if program.key not in runs}
+    if not missing:
+        return idle | runs
+    accelerator = accelerator_of(device)
+    modeled_s = {program.key: roofline.seconds(jaxpr, accelerator) for program, jaxpr in busy}
+    # One pace is enough: the roofline errs by about the same factor for all programs of a device.
+    paces = [runs[key].seconds / s for key, s in modeled_s.items() if key in runs and s]
+    pace = statistics.median(paces or [1.0])
+    executables = store.compile([(program, device) for program in missing.values()])
+    for key, executable in zip(missing, executables, strict=True):
+        runs[key] = Run(pace * modeled_s[key], _temporary_bytes(executable))
+    return idle | runs
 
 
 def _measured_options(
@@ -296,91 +286,44 @@ def _measured_options(
     forwards_s = [work.forward_s for work in works]
     if traced.graph.whole_layers:
         return layer_options(traced, inputs, recomputed, forwards_s)
-    measured: list[dict[Share, Run]] = [{} for _ in nothing]
-    for share, of_share in kept.items():
-        for of_layer, programs in zip(measured, of_share, strict=True):
-            of_layer[share] = runs[backward_program(programs).key]
-    calibrations = list(map(_calibration, recomputed, measured))
+    calibrations = []
+    for layer, recompute in enumerate(recomputed):
+        backwards_s: dict[Share, float] = {}
+        for share, programs in kept.items():
+            backwards_s[share] = runs[backward_program(programs[layer]).key].seconds
+        calibrations.append(_calibration(recompute, backwards_s))
     options = layer_options(traced, inputs, recomputed, forwards_s, calibrations)
-    # Equal layers share a `LayerPrograms`, whose id is their key, so they are compiled once.
-    alike = [id(programs) for programs in nothing]
-    return with_compiled_bytes(traced, options, alike, store, device)
+    return with_compiled_bytes(traced, options, store, device)
 
 
-def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, ClosedJaxpr]]:
-    """Yields both halves of every backward that has them, each with its jaxpr."""
-    for compiled in programs:
-        if compiled.halves is not None:
-            yield input_program(compiled), compiled.halves.input
-            yield weight_program(compiled), compiled.halves.weight
-
-
-def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
-    """Returns the measured seconds of both halves of a layer's backward."""
-    halves = input_program(programs), weight_program(programs)
-    input_s, weight_s = (runs[half.key].seconds for half in halves)
-    return input_s, weight_s
-
-
-def _estimated(
-    store: ProgramStore,
-    device: Device,
-    runs: Runs,
-    programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
-) -> Runs:
-    """Estimates the seconds of programs that were not run: the roofline's seconds times a pace.
-
-    The module's docstring defines the pace.
-
-    Args:
-        store: the store that compiles the programs, which gives their temporary bytes.
-        device: the device that would run them.
-        runs: the programs that were run.
-        programs: all programs with their jaxprs, by key.
-    """
-    missing = [key for key in programs if key not in runs]
-    if not missing:
-        return {}
-    modeled_s = {
-        key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()
-    }
-    # One pace is enough: the roofline errs by about the same factor for all programs of a device.
-    paces = [runs[key].seconds / s for key, s in modeled_s.items() if key in runs and s]
-    pace = statistics.median(paces) if paces else 1.0
-    executables = store.compile([(programs[key][0], device) for key in missing])
-    estimates = {}
-    for key, executable in zip(missing, executables, strict=True):
-        temporary_bytes = executable.memory_analysis().temp_size_in_bytes
-        estimates[key] = Run(pace * modeled_s[key], temporary_bytes)
-    return estimates
-
-
-def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:
+def _calibration(recompute: Recompute, backwards_s: Mapping[Share, float]) -> Calibration:
     """Pairs the modeled extra seconds of a layer's backward with the measured ones.
 
     Args:
         recompute: the model of what dropping candidates costs.
-        runs: the runs of the backward, by the share of candidates that is kept.
+        backwards_s: the seconds of the backward, by the share of candidates that is kept.
     """
-    # The backward that keeps everything recomputes nothing. Extra seconds are counted beyond it.
-    least_s = runs["all"].seconds
     points = []
-    for share, run in runs.items():
-        if share == "all":
-            continue
+    for share, backward_s in backwards_s.items():
         names = kept_names(recompute.candidates, share)
         kept = [i for i, name in enumerate(recompute.names) if name in names]
         _, recomputed = recompute.dropping(kept)
-        measured_s = max(run.seconds - least_s, 0.0)
+        # Extra seconds are those beyond the backward that keeps everything.
+        measured_s = max(backward_s - backwards_s["all"], 0.0)
         points.append((recompute.extra_s(recomputed), measured_s))
     return points
 
 
-def _needed_bytes(needs: Any) -> int:
+def _temporary_bytes(executable: Any) -> int:
+    return executable.memory_analysis().temp_size_in_bytes
+
+
+def _needed_bytes(executable: Any) -> int:
     """Counts the bytes of a program while it runs: arguments, results and temporaries.
 
     A result that reuses an argument's memory counts once.
     """
+    needs = executable.memory_analysis()
     arrays_bytes = needs.argument_size_in_bytes + needs.output_size_in_bytes
     return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
 
@@ -409,16 +352,11 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
     for its results, is put on the device again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
-    kept: dict[int, jax.Array] = {}
-    for i, example in enumerate(examples):
-        # An input that is not donated survives a run, so it is put on the device once.
-        if i not in program.donated:
-            kept[i] = jax.device_put(example, device)
-    runs_s, processor_s = list[float](), list[float]()
-    while len(runs_s) <= MEASURING.runs:
-        # A long program is not run a fourth time: the warm-up and two more runs suffice.
-        if len(runs_s) >= 3 and statistics.fmean(runs_s[1:]) >= MEASURING.long_s:
-            break
+    # An input that is not donated survives a run, so it is put on the device once.
+    lasting = [i for i in range(len(examples)) if i not in program.donated]
+    kept = {i: jax.device_put(examples[i], device) for i in lasting}
+    taken: list[tuple[float, float]] = []
+    for _ in range(1 + MEASURING.runs):
         inputs = [
             kept[i] if i in kept else jax.device_put(example, device, may_alias=False)
             for i, example in enumerate(examples)
@@ -426,6 +364,8 @@ def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
         jax.block_until_ready(inputs)
         start, processor_start = time.perf_counter(), time.process_time()
         jax.block_until_ready(executable(*inputs))
-        runs_s.append(time.perf_counter() - start)
-        processor_s.append(time.process_time() - processor_start)
-    return [statistics.median(runs_s[1:]), statistics.median(processor_s[1:])]
+        taken.append((time.perf_counter() - start, time.process_time() - processor_start))
+        # A long program is not run a fourth time: the warm-up and two more runs suffice.
+        if len(taken) >= 3 and statistics.fmean(s for s, _ in taken[1:]) >= MEASURING.long_s:
+            break
+    return [statistics.median(numbers) for numbers in zip(*taken[1:], strict=True)]

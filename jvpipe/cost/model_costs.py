@@ -22,9 +22,10 @@ counts as a temporary of all layers from the first to the last.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared, SplitCost
-from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, Tensor
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
@@ -72,12 +73,11 @@ def with_update_seconds(
         optimizer: the optimizer, cut into pieces that run with a layer or with the loss.
         seconds: a function that returns the seconds of a piece.
     """
-    updates_s = [0.0] * len(works)
+    works = list(works)
     for piece in optimizer.update:
         layer = loss if piece.layer is None else piece.layer
-        updates_s[layer] += seconds(piece)
-    pairs = zip(works, updates_s, strict=True)
-    return [replace(work, update_s=update_s) for work, update_s in pairs]
+        works[layer] = replace(works[layer], update_s=works[layer].update_s + seconds(piece))
+    return works
 
 
 def costs_of(
@@ -103,30 +103,25 @@ def costs_of(
         splits: by layer, the costs of its backward in halves; None if all backwards run whole.
     """
     model = _Model(graph, signatures)
+    if options is None:
+        residuals_bytes = (sum(array.bytes for array in s.residuals) for s in signatures)
+        options = [[Option(kept_bytes)] for kept_bytes in residuals_bytes]
+    splits = splits or [None] * len(works)
     layers = []
-    for layer, signature, work in zip(graph.layers, signatures, works, strict=True):
-        everything = Option(sum(array.bytes for array in signature.residuals))
+    for layer, work, of_layer, split in zip(graph.layers, works, options, splits, strict=True):
         cost = _layer_cost(model, layer, work, optimizer, microbatches)
-        of_layer = (everything,) if options is None else tuple(options[layer.id])
-        split = None if splits is None else splits[layer.id]
-        layers.append(replace(cost, options=of_layer, split=split))
+        layers.append(replace(cost, options=tuple(of_layer), split=split))
+    edges = [
+        Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable)
+        for t in graph.tensors
+    ]
     return Costs(
         tuple(layers),
-        tuple(map(_edge, graph.tensors)),
+        tuple(edges),
         tuple(model.shared()),
         ids=tuple(layer.id for layer in graph.layers),
         carried=carried(graph),
         outline=outline_of(graph, microbatches),
-    )
-
-
-def _edge(tensor: Tensor) -> Edge:
-    return Edge(
-        tensor.producer,
-        tensor.readers,
-        tensor.array.bytes,
-        tensor.array.name,
-        tensor.differentiable,
     )
 
 
@@ -183,15 +178,10 @@ def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
     """
     groups = []
     for leaf in range(len(graph.state)):
-        readers = set()
-        writers = set()
-        for layer in graph.layers:
-            if leaf in layer.reading(ValueKind.STATE):
-                readers.add(layer.id)
-            if leaf in layer.writing(ValueKind.STATE):
-                writers.add(layer.id)
-        touching = readers | writers
-        if writers and len(touching) > 1:
+        readers = [layer.id for layer in graph.layers if leaf in layer.reading(ValueKind.STATE)]
+        writers = [layer.id for layer in graph.layers if leaf in layer.writing(ValueKind.STATE)]
+        touching = readers + writers
+        if writers and min(touching) < max(touching):
             groups.append(tuple(range(min(touching), max(touching) + 1)))
     return tuple(groups)
 
@@ -199,7 +189,7 @@ def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
 def split_costs(
     graph: LayerGraph,
     programs: Sequence[LayerPrograms],
-    seconds: Callable[[LayerPrograms], tuple[float, float]],
+    seconds: Callable[[LayerPrograms], Sequence[float]],
 ) -> list[SplitCost | None]:
     """Returns the costs of each layer's backward in halves; None if a backward has no halves.
 
@@ -225,22 +215,16 @@ def _split_cost(
     split = programs.halves.signature
     values = {"input": layer.reads, "output": layer.writes}
     kept_bytes = 0
-    read: list[Ref] = []
+    # A cotangent is as large as its output, so the output's bytes are counted for it.
+    read = [layer.writes[i] for i in split.weight.cotangents]
     for kind, i in split.weight.sources:
         if kind == "residual":
             kept_bytes += split.weight.residuals[i].bytes
         else:
             read.append(values[kind][i])
-    # A cotangent is as large as its output, so the output's bytes are counted for it.
-    read += [layer.writes[i] for i in split.weight.cotangents]
-    tensors = [graph.tensors[ref.index] for ref in read if ref.kind == ValueKind.TENSOR]
+    tensors = (graph.tensors[ref.index] for ref in read if ref.kind == ValueKind.TENSOR)
     kept_bytes += sum(tensor.array.bytes for tensor in tensors)
-    return SplitCost(
-        input_s,
-        weight_s,
-        sum(a.bytes for a in split.handed),
-        kept_bytes,
-    )
+    return SplitCost(input_s, weight_s, sum(a.bytes for a in split.handed), kept_bytes)
 
 
 def own_inputs(graph: LayerGraph, signatures: Sequence[Signature]) -> list[list[int]]:
@@ -286,39 +270,33 @@ class _Model:
 
     def own_inputs(self, layer: Layer) -> list[int]:
         """Returns the input tensors of a layer that only the layer's own backward reads."""
-        inputs = [ref for ref in layer.reads if ref.kind == ValueKind.TENSOR]
-        return [ref.index for ref in inputs if self.holders.get(ref) == (layer.id,)]
+        read = layer.reading(ValueKind.TENSOR)
+        return [t for t in read if self.holders.get(Ref(ValueKind.TENSOR, t)) == (layer.id,)]
 
     def shared(self) -> Iterator[Shared]:
         """Yields the values that a stage holds once, however many of its layers read them."""
+        own = [self.own_inputs(layer) for layer in self.graph.layers]
+        counted = {Ref(ValueKind.TENSOR, t) for t in chain.from_iterable(own)}
         for ref, size in self.bytes.items():
-            # A value that no layer reads or makes counts for the first layer.
-            touching = self.touching.get(ref, (0,))
+            touching = self.touching.get(ref, ())
             if ref.kind in _LASTING and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
-            if ref.kind != ValueKind.CONSTANT and self._is_held_apart(ref):
+            # A layer's own inputs and captured arrays count elsewhere.
+            if ref in self.holders and ref.kind != ValueKind.CONSTANT and ref not in counted:
                 yield Shared(self.holders[ref], size)
         for parameter in self.graph.tied():
             yield Shared(parameter.readers, parameter.array.bytes, per_version=True)
 
-    def _is_held_apart(self, ref: Ref) -> bool:
-        """Tells whether a value is held and does not count as a layer's own input."""
-        holders = self.holders.get(ref, ())
-        if len(holders) != 1 or ref.kind is not ValueKind.TENSOR:
-            return bool(holders)
-        # A tensor with one holder is either the holder's own input, or its output.
-        return holders == (self.graph.tensors[ref.index].producer,)
-
     def lasting_bytes(self, layer: int) -> int:
         """Counts model state, captured arrays and frozen parameters that no other layer touches."""
         frozen = [p for p in self.graph.parameters if p.frozen and p.readers == (layer,)]
-        total = sum(p.array.bytes for p in frozen)
-        for ref, size in self.bytes.items():
-            # A value that no layer reads or makes counts for the first layer.
-            touching = self.touching.get(ref, (0,))
-            if ref.kind in _LASTING and touching == (layer,):
-                total += size
-        return total
+        # A value that no layer reads or makes counts for the first layer.
+        lasting = (
+            size
+            for ref, size in self.bytes.items()
+            if ref.kind in _LASTING and self.touching.get(ref, (0,)) == (layer,)
+        )
+        return sum(p.array.bytes for p in frozen) + sum(lasting)
 
     def passing_forward_bytes(self, layer: Layer) -> int:
         """Counts the bytes that are alive while a layer's forward runs, and are not held.
@@ -340,9 +318,8 @@ class _Model:
     def passing_backward_bytes(self, layer: Layer) -> int:
         """Counts the bytes of the cotangents that are alive while a layer's backward runs."""
         # A tensor's cotangent is alive from the last reader's backward to the producer's.
-        tensors = self.graph.tensors
-        alive = (t for t in tensors if t.producer <= layer.id <= t.readers[-1])
-        return sum(tensor.array.bytes for tensor in alive if tensor.differentiable)
+        tensors = (tensor for tensor in self.graph.tensors if tensor.differentiable)
+        return sum(t.array.bytes for t in tensors if t.producer <= layer.id <= t.readers[-1])
 
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
@@ -381,7 +358,7 @@ def _state_bytes(optimizer: OptimizerCut | None, holders: Sequence[int | None]) 
     """Counts the bytes of the optimizer's state that belongs to any of several holders."""
     if optimizer is None:
         return 0
-    leaves = (leaf for holder in holders for leaf in optimizer.held_by(holder))
+    leaves = (leaf for leaf, holder in optimizer.holders if holder in holders)
     return sum(optimizer.state[leaf].array.bytes for leaf in leaves)
 
 
@@ -393,20 +370,19 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
     """
     if optimizer is None:
         return 0
-    total = 0
-    for parameter in graph.tied():
-        if parameter.owner == layer and not parameter.frozen:
-            # The owner's own gradient of the parameter counts among the layer's gradients.
-            others = len(parameter.readers) - 1
-            total += others * parameter.array.bytes
+    # The owner's own gradient of the parameter counts among the layer's gradients.
+    others_bytes = (
+        (len(parameter.readers) - 1) * parameter.array.bytes
+        for parameter in graph.tied()
+        if parameter.owner == layer and not parameter.frozen
+    )
     # Pieces share slots, and each slot counts once.
     sizes: dict[Slot, int] = {}
     for piece in optimizer.update:
-        if piece.layer not in holders_of(graph, layer):
-            continue
-        slots = (*piece.reads, *piece.writes)
-        avals = (*piece.program.in_avals, *piece.program.out_avals)
-        for slot, aval in zip(slots, avals, strict=True):
-            sizes[slot] = aval.size * aval.dtype.itemsize
+        if piece.layer in holders_of(graph, layer):
+            slots = (*piece.reads, *piece.writes)
+            avals = (*piece.program.in_avals, *piece.program.out_avals)
+            for slot, aval in zip(slots, avals, strict=True):
+                sizes[slot] = aval.size * aval.dtype.itemsize
     exchanged = (size for slot, size in sizes.items() if slot.kind in _EXCHANGED)
-    return total + sum(exchanged)
+    return sum(others_bytes) + sum(exchanged)

@@ -181,7 +181,8 @@ def _cluster(
     )
 
 
-_OF_PAPERS = (
+_CLUSTERS = (
+    # Clusters of papers.
     # vPipe: machines with four devices on PCIe 3, and 40 Gbps between machines.
     _cluster("2080ti", RTX_2080TI, 4, 2, _PCIE3, 40.0),
     # DAPPLE, table III: (a) eight devices per machine with NVLink, and 25 Gbps between machines;
@@ -192,24 +193,21 @@ _OF_PAPERS = (
     # DawnPiper: eight A100s on PCIe 4. torchgpipe: eight P40s on PCIe 3.
     _cluster("a100-40gb", A100_40GB, 8, 1, _PCIE4, 100.0),
     _cluster("p40", P40, 8, 1, _PCIE3, 40.0),
-)
-_OTHER_GPUS = (
+    # Other GPUs.
     _cluster("a100-80gb", A100_80GB, 8, 1, _PCIE4, 200.0, _NVLINK_A100),
     _cluster("h100", H100, 8, 1, _PCIE5, 400.0, _NVLINK_H100),
     _cluster("h200", H200, 8, 1, _PCIE5, 400.0, _NVLINK_H100),
     _cluster("rtx4090", RTX_4090, 8, 1, _PCIE4, 100.0),
-)
-# TPUs of one or two hosts. Consecutive stages lie on neighboring chips, so a peer is one ICI link.
-_TPUS = (
+    # TPUs of one or two hosts. Consecutive stages lie on neighboring chips, so a peer is one ICI
+    # link.
     _cluster("v4", TPU_V4, 4, 2, _PCIE3, 200.0, _ICI_50),
     _cluster("v5e", TPU_V5E, 8, 1, _PCIE3, 200.0, _ICI_50),
     _cluster("v5p", TPU_V5P, 4, 2, _PCIE3, 200.0, _ICI_100),
     _cluster("v6e", TPU_V6E, 8, 1, _PCIE4, 200.0, _ICI_100),
+    # CPU devices of one process share its memory, so a transfer is a copy in that memory.
+    _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0),
 )
-# CPU devices of one process share its memory, so a transfer is a copy in that memory.
-_CPUS = _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0)
-
-PRESETS = {cluster.name: cluster for cluster in (*_OF_PAPERS, *_OTHER_GPUS, *_TPUS, _CPUS)}
+PRESETS = {cluster.name: cluster for cluster in _CLUSTERS}
 
 # A device reports its kind as a text. The first name of this table that occurs in the text counts.
 # So a name must stand before every other name that is a part of it.

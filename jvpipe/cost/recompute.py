@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jvpipe._jax import Jaxpr, JaxprEqn, Var
+from jvpipe._jax import Jaxpr, Var
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.measuring_effort import OPTIONS
 from jvpipe.cost.roofline import equation_seconds
@@ -84,8 +84,6 @@ class Recompute:
 
     def extra_s(self, recomputed: Collection[int]) -> float:
         """Returns the seconds of recomputing candidates together; each equation counts once."""
-        if not recomputed:
-            return 0.0
         repeated = self.behind[sorted(recomputed)].any(0)
         return float(self.seconds[repeated].sum())
 
@@ -110,24 +108,16 @@ class Recompute:
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
             counts = range(len(order) + 1)
-            tried = [frozenset(kept) for n in counts for kept in combinations(order, n)]
+            tried = [kept for n in counts for kept in combinations(order, n)]
         else:
-            cuts = [frozenset[int](), self.choices]
-            cuts += map(self.cut, self._prices())
+            cuts = [frozenset[int](), self.choices, *map(self.cut, self._prices())]
             hull = {self.dropping(kept)[0] for kept in cuts}
-            neighbors = [kept ^ {c} for kept in hull for c in order]
-            tried = [*hull, *neighbors]
-        return self._pareto({self.dropping(kept)[0] for kept in tried})
-
-    def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
-        """Returns each subset that takes fewer seconds than every other subset of no more bytes.
-
-        If subsets are equal in bytes and seconds, only one of them is returned.
-        """
+            tried = [*hull, *(kept ^ {c} for kept in hull for c in order)]
         points = []
-        for used in subsets:
+        for used in {self.dropping(kept)[0] for kept in tried}:
             extra_s = self.extra_s(self.dropping(used)[1])
             points.append((self.kept_bytes(used), extra_s, sorted(used)))
+        # If subsets are equal in bytes and seconds, only one of them is returned.
         best = []
         least_s = float("inf")
         for _, extra_s, used in sorted(points):
@@ -141,7 +131,7 @@ class Recompute:
 
         At the highest price even the smallest candidate costs more than recomputing everything.
         """
-        smallest = min((self.bytes[c] for c in self.choices), default=1)
+        smallest = min(self.bytes[c] for c in self.choices)
         highest = self.seconds.sum() / max(smallest, 1)
         if not highest:
             return np.array([])
@@ -168,38 +158,30 @@ class Recompute:
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         n, columns = self.behind.shape
-        source = 0
-        sink = 1
-        needed = np.arange(n) + 2
-        recomputed = needed + n
-        equation = np.arange(columns) + 2 + 2 * n
         size = 2 + 2 * n + columns
-        weights = np.array([price * size_bytes for size_bytes in self.bytes], float)
+        source, sink = 0, 1
+        needed, recomputed, equation = np.split(np.arange(2, size), [n, 2 * n])
+        weights = price * np.array(self.bytes, float)
         weights[list(self.free)] = 0.0
         total = weights.sum() + self.seconds.sum()
         scale = OPTIONS.flow_units / max(total, 1e-300)
         # No minimum cut contains an endless edge: it exceeds the sum of all finite capacities.
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
-        for c in range(n):
-            again = recomputed[c]
-            capacity = int(weights[c] * scale)
-            edges.append((needed[c], again, capacity))
-            edges += [(again, needed[p], endless) for p in self.parents[c]]
-            repeated = self.behind[c].nonzero()[0]
-            edges += [(again, equation[e], endless) for e in repeated]
-        for e in range(columns):
-            # The capacity is at least 1, so an equation whose seconds round to 0 is not free.
-            capacity = max(int(self.seconds[e] * scale), 1)
-            edges.append((equation[e], sink, capacity))
-        tails, heads, capacities = (np.array(x, np.int32) for x in zip(*edges, strict=True))
+        edges += zip(needed, recomputed, weights * scale, strict=True)
+        for again, parents in zip(recomputed, self.parents[:-1], strict=True):
+            edges += [(again, needed[p], endless) for p in parents]
+        edges += [(recomputed[c], equation[e], endless) for c, e in np.argwhere(self.behind)]
+        # The capacity is at least 1, so an equation whose seconds round to 0 is not free.
+        costs = np.maximum(self.seconds * scale, 1)
+        edges += [(e, sink, cost) for e, cost in zip(equation, costs, strict=True)]
+        tails, heads, capacities = (np.array(x).astype(np.int32) for x in zip(*edges, strict=True))
         graph = csr_array((capacities, (tails, heads)), shape=(size, size))
         flow = maximum_flow(graph, source, sink).flow
         residual = (graph - flow).maximum(0)
         # The source's side of the cut has the nodes that it reaches by edges with capacity left.
         reached = breadth_first_order(residual, source, return_predecessors=False)
-        is_true = np.isin(np.arange(size), reached)
-        is_kept = is_true[needed] & ~is_true[recomputed]
+        is_kept = np.isin(needed, reached) & ~np.isin(recomputed, reached)
         return frozenset(c for c in self.choices if is_kept[c])
 
 
@@ -219,106 +201,61 @@ def recompute_of(
     """
     backward = merged_equations(nothing.backward).jaxpr
     repeated, needed = _repeated(backward, len(nothing.signature.sources))
-    ancestry = _Ancestry(backward, repeated, sizes)
-    direct = ancestry.lineage(needed)
-    lineages = ancestry.lineages(direct.names)
-    names = [name for name in sizes if name in lineages]
-    parents = [lineages[name].names for name in names]
-    parents.append(direct.names)
+    found: dict[Var, _Lineage] = {}
+    of_candidate: dict[str, _Lineage] = {}
+    for i in repeated:
+        eqn = backward.eqns[i]
+        lineage = _lineage(jaxprs.variables(eqn.invars), found)
+        name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+        if name in sizes:
+            of_candidate[name] = lineage
+            lineage = _Lineage(frozenset({name}), frozenset())
+        else:
+            lineage = _Lineage(lineage.names, lineage.equations | {i})
+        found |= dict.fromkeys(eqn.outvars, lineage)
+    direct = _lineage(needed, found)
+    reached: set[str] = set()
+    todo = direct.names
+    while todo:
+        reached |= todo
+        todo = frozenset[str]().union(*(of_candidate[name].names for name in todo)) - reached
+    names = [name for name in sizes if name in reached]
+    lineages = [of_candidate[name] for name in names]
     seconds_of = equation_seconds(backward.eqns, backward.outvars, device)
     # Equations that are repeated for any choice, or that take no time, are left out: choices do not
     # differ in them.
-    in_any = set[int]().union(*(lineage.equations for lineage in lineages.values()))
+    in_any = frozenset[int]().union(*(lineage.equations for lineage in lineages))
     columns = [i for i in sorted(in_any - direct.equations) if seconds_of[i]]
-    behind = [np.isin(columns, list(lineages[name].equations)) for name in names]
-    free = [c for c, name in enumerate(names) if name in results]
-    places = (frozenset(map(names.index, needs)) for needs in parents)
+    behind = [[i in lineage.equations for i in columns] for lineage in lineages]
+    parents = (frozenset(map(names.index, read.names)) for read in (*lineages, direct))
     return Recompute(
         candidates=tuple(sizes),
         names=tuple(names),
         bytes=tuple(sizes[name] for name in names),
-        free=frozenset(free),
-        parents=tuple(places),
+        free=frozenset(c for c, name in enumerate(names) if name in results),
+        parents=tuple(parents),
         behind=np.array(behind, bool).reshape(len(names), len(columns)),
-        seconds=np.array([seconds_of[i] for i in columns], float),
+        seconds=np.array(seconds_of)[columns],
     )
 
 
 class _Lineage(NamedTuple):
     """The nearest candidates that values are computed from, and the equations in between."""
 
-    names: set[str]
-    equations: set[int]
+    names: frozenset[str]
+    equations: frozenset[int]
 
 
-class _Ancestry:
-    """The candidates and the equations from which the values of a forward are computed.
-
-    Attributes:
-        maker: for each value, the equation that makes it.
-        named: for each value that is a candidate, its name.
-    """
-
-    def __init__(
-        self,
-        backward: Jaxpr,
-        repeated: Iterable[int],
-        candidates: Collection[str],
-    ) -> None:
-        """Finds the makers and the names of all values.
-
-        Args:
-            backward: the backward that keeps nothing.
-            repeated: its equations that repeat the forward.
-            candidates: the names of all candidates.
-        """
-        self._equations = backward.eqns
-        self.maker: dict[Var, int] = {}
-        self.named: dict[Var, str] = {}
-        for i in repeated:
-            equation = backward.eqns[i]
-            name = _name(equation)
-            for v in equation.outvars:
-                self.maker[v] = i
-                if name in candidates:
-                    self.named[v] = name
-
-    def _operands(self, v: Var) -> list[Var]:
-        maker = self._equations[self.maker[v]]
-        return jaxprs.variables(maker.invars)
-
-    def lineage(self, values: Iterable[Var]) -> _Lineage:
-        """Finds the nearest candidates that values depend on, and the equations in between."""
-        found = _Lineage(set(), set())
-        todo = list(values)
-        while todo:
-            v = todo.pop()
-            if v in self.named:
-                found.names.add(self.named[v])
-                continue
-            if v not in self.maker or self.maker[v] in found.equations:
-                continue
-            found.equations.add(self.maker[v])
-            todo += self._operands(v)
-        return found
-
-    def lineages(self, direct: Iterable[str]) -> dict[str, _Lineage]:
-        """Finds the lineages of some candidates, of the candidates in these lineages, and so on."""
-        operands = {name: self._operands(v) for v, name in self.named.items()}
-        found: dict[str, _Lineage] = {}
-        todo = sorted(direct)
-        while todo:
-            name = todo.pop()
-            # Each lineage is found once, so the loop ends.
-            if name in found:
-                continue
-            found[name] = self.lineage(operands[name])
-            todo += sorted(found[name].names)
-        return found
+def _lineage(values: Iterable[Var], found: Mapping[Var, _Lineage]) -> _Lineage:
+    """Joins the lineages of several values; values that are not in `found` have none."""
+    lineages = [found[v] for v in values if v in found]
+    names = (lineage.names for lineage in lineages)
+    equations = (lineage.equations for lineage in lineages)
+    return _Lineage(frozenset[str]().union(*names), frozenset[int]().union(*equations))
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
-    """Finds the equations that repeat the forward, and which of their results the rest reads.
+    """Finds the equations that repeat the forward, and the values that the others read or yield.
 
     Args:
         backward: the backward that keeps nothing.
@@ -334,9 +271,4 @@ def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
         else:
             pulled.update(eqn.outvars)
             read += eqn.invars
-    outputs = {v for i in repeated for v in backward.eqns[i].outvars}
-    return repeated, [v for v in jaxprs.variables(read) if v in outputs]
-
-
-def _name(eqn: JaxprEqn) -> str:
-    return eqn.params["name"] if eqn.primitive.name == "name" else ""
+    return repeated, jaxprs.variables(read)

@@ -18,17 +18,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from jvpipe.cost.compiled import option_programs
 from jvpipe.cost.compiling import Sizes
 from jvpipe.cost.costs import Option
 from jvpipe.cost.model_costs import Work, holders_of
-from jvpipe.ir.fates import left_by
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model_programs import (
     backward_program,
     forward_program,
     input_program,
-    partial_inputs,
     piece_program,
     weight_program,
 )
@@ -79,8 +78,7 @@ def with_said_updates(
     pieces = [piece for piece in optimizer.update if piece.layer in holders]
     programs = [piece_program(piece, keeps=keeps) for piece in pieces for keeps in (False, True)]
     said_bytes = _largest(said, *programs) or 0
-    largest = max(work.update_temporary_bytes, said_bytes)
-    return replace(work, update_temporary_bytes=largest)
+    return replace(work, update_temporary_bytes=max(work.update_temporary_bytes, said_bytes))
 
 
 def with_said_options(
@@ -102,42 +100,36 @@ def with_said_options(
         said: the compiler's answers.
     """
     layers = []
-    of_layers = zip(traced.graph.layers, traced.bodies, works, options, strict=True)
-    for layer, body, work, of_layer in of_layers:
-        partial = partial_inputs(traced.graph, layer)
+    every = option_programs(traced, options, store.known_layer)
+    for work, of_layer, programs in zip(works, options, every, strict=True):
+        extras = [_extra_bytes(said, of_option, work) for of_option in programs]
+        pairs = list(zip(of_layer, extras, strict=True))
         # Maps modeled extra bytes to the compiler's. If several options have equal modeled
         # bytes, the largest answer counts. The first entry is the option that keeps
         # everything: extra bytes are counted beyond this option, so it has 0 modeled and 0
         # compiled ones.
-        said_bytes: dict[int, int] = {0: 0}
-        extras: list[int | None] = []
-        for option in of_layer:
-            kept = left_by(
-                traced.graph,
-                layer,
-                option.fates,
-                lambda info: info.saved,
-            )
-            programs = store.known_layer(body, kept, partial)
-            extra = None if programs is None else _extra_bytes(said, programs, work)
-            extras.append(extra)
+        said_bytes = {0: 0}
+        for option, extra in pairs:
             if extra is not None:
                 modeled = option.extra_bytes
                 said_bytes[modeled] = max(said_bytes.get(modeled, 0), extra)
-        pairs = zip(of_layer, extras, strict=True)
         # Each option depends on the answers for all others, so options are changed only now.
         layers.append(tuple(_with_extra(option, extra, said_bytes) for option, extra in pairs))
     return layers
 
 
-def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
+def _extra_bytes(said: Said, programs: LayerPrograms | None, work: Work) -> int | None:
     """Counts the bytes that an option's programs need beyond the programs that keep everything.
 
     Returns:
-        The bytes; None if the compiler was asked about none of the option's programs.
+        The bytes; None if the compiler was asked about none of the option's programs, for example
+        because they were never made.
     """
-    halves = (input_program, weight_program) if programs.halves is not None else ()
-    backwards = [backward_program(programs), *(half(programs) for half in halves)]
+    if programs is None:
+        return None
+    backwards = [backward_program(programs)]
+    if programs.halves is not None:
+        backwards += [input_program(programs), weight_program(programs)]
     forward = _largest(said, forward_program(programs))
     backward = _largest(said, *backwards)
     if forward is None and backward is None:
@@ -165,7 +157,7 @@ def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int])
         return replace(option, extra_bytes=max(option.extra_bytes, said))
     modeled = sorted(said_bytes)
     excesses = [said_bytes[size] - size for size in modeled]
-    excess = float(np.interp(option.extra_bytes, np.array(modeled), np.array(excesses)))
+    excess = float(np.interp(option.extra_bytes, modeled, excesses))
     return replace(option, extra_bytes=option.extra_bytes + max(0, round(excess)))
 
 

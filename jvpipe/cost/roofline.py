@@ -82,8 +82,7 @@ def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     for kernel_s in kernels_s.values():
         busy_s += kernel_s
     # The host launches kernels while earlier kernels run: the slower of host and device counts.
-    starting_s = len(kernels_s) * device.framework.host_s
-    return float(max(busy_s, starting_s))
+    return float(max(busy_s, len(kernels_s) * device.framework.host_s))
 
 
 def equation_seconds(
@@ -132,69 +131,54 @@ class Kernels:
 
     An equation has a kernel if a result of the equation reaches memory.
 
+    Args:
+        eqns: the equations of a program.
+        outputs: the results of the program.
+        platform: `cuda`, `tpu` or `cpu`.
+        fuses: whether the framework fuses elementwise operations into other kernels.
+
     Attributes:
-        root: by variable, its first name: the variable of the same value before any alias.
+        root: by alias, its first name: the variable of the same value before any alias.
         written: the first names of the values that reach memory.
         of: by the index of an equation, its kernel. Equations without a kernel are missing.
-        fused: by variable, what a kernel must do to use the variable, as two dicts. The
-            first has the bytes to read, by value in memory; a variable in memory has only
-            its own bytes. The second has the elementwise operations, by the index of their
-            equation, so that an equation that a kernel uses twice counts once.
+        fused: by variable that is not in memory, what a kernel must do to use it, as two
+            dicts. The first has the bytes to read, by value in memory. The second has the
+            elementwise operations, by the index of their equation, so that an equation
+            that a kernel uses twice counts once.
     """
 
     def __init__(
         self,
         eqns: Sequence[JaxprEqn],
         outputs: Iterable[Atom],
-        platform: str = "cuda",
+        platform: str,
         *,
         fuses: bool = True,
     ) -> None:
         self.root: dict[Var, Var] = {}
         for eqn in eqns:
-            for v in (*jaxprs.variables(eqn.invars), *eqn.outvars):
-                self.root.setdefault(v, v)
-            source = eqn.invars[0] if eqn.primitive.name in _ALIASES else None
-            if isinstance(source, Var) and len(eqn.outvars) == 1:
-                (alias,) = eqn.outvars
-                self.root[alias] = self.root[source]
-        self.written = self._written(eqns, outputs, platform, fuses)
+            if eqn.primitive.name in _ALIASES and len(eqn.outvars) == 1:
+                source = eqn.invars[0]
+                if isinstance(source, Var):
+                    self.root[eqn.outvars[0]] = self.root.get(source, source)
+        # A value reaches memory if it is a result of the program, if its equation cannot be fused
+        # into the kernel of a reader, or if a reader can only read its operands from memory.
+        needed = jaxprs.variables(outputs)
+        for eqn in eqns:
+            # Aliases, and what readers compute for themselves, have no kernel in any framework.
+            fused = fuses or eqn.primitive.name in (*_ALIASES, *_MADE_ON_READING)
+            if not fused or _is_kernel(eqn, platform):
+                needed += eqn.outvars
+                if _reads_memory(eqn, platform):
+                    needed += jaxprs.variables(eqn.invars)
+        self.written = {self.root.get(v, v) for v in needed}
         self.of: dict[int, Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
         for i, eqn in enumerate(eqns):
             reads, operations = self._uses(i, eqn)
             if not self.written.isdisjoint(eqn.outvars):
                 self.of[i] = Kernel(reads, sum(operations.values()), _written_bytes(eqn))
-            for v in eqn.outvars:
-                in_memory = ({v: jaxprs.bytes_of(v)}, {})
-                self.fused[v] = in_memory if v in self.written else (reads, operations)
-
-    def _written(
-        self,
-        eqns: Sequence[JaxprEqn],
-        outputs: Iterable[Atom],
-        platform: str,
-        fuses: bool,
-    ) -> set[Var]:
-        """Finds the first names of the values that reach memory.
-
-        Args:
-            eqns: the equations of a program.
-            outputs: the results of the program.
-            platform: `cuda`, `tpu` or `cpu`.
-            fuses: whether the framework fuses elementwise operations into other kernels.
-        """
-        # A value reaches memory if it is a result of the program, if its equation cannot be fused
-        # into the kernel of a reader, or if a reader can only read its operands from memory.
-        needed = list(jaxprs.variables(outputs))
-        for eqn in eqns:
-            fused = fuses or _is_free(eqn)
-            if fused and not _is_kernel(eqn, platform):
-                continue
-            needed += eqn.outvars
-            if _reads_memory(eqn, platform):
-                needed += jaxprs.variables(eqn.invars)
-        return {self.root.get(v, v) for v in needed}
+            self.fused |= dict.fromkeys({*eqn.outvars} - self.written, (reads, operations))
 
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
         """Returns the bytes that equation i reads, by value in memory, and its operations.
@@ -218,16 +202,12 @@ class Kernels:
 
 def _written_bytes(eqn: JaxprEqn) -> int:
     """Counts the bytes that an equation writes; scatters and dynamic updates write only updates."""
+    written = eqn.outvars
     if eqn.primitive.name in SCATTERS:
-        return jaxprs.bytes_of(eqn.invars[-1])
-    if eqn.primitive.name == "dynamic_update_slice":
-        return jaxprs.bytes_of(eqn.invars[1])  # the start indices come after the update
-    return sum(map(jaxprs.bytes_of, eqn.outvars))
-
-
-def _is_free(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation has no kernel of its own in any framework."""
-    return eqn.primitive.name in (*_ALIASES, *_MADE_ON_READING)
+        written = eqn.invars[-1:]
+    elif eqn.primitive.name == "dynamic_update_slice":
+        written = eqn.invars[1:2]  # the start indices come after the update
+    return sum(map(jaxprs.bytes_of, written))
 
 
 def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
@@ -260,8 +240,7 @@ def _operations(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
         return 0.0
-    loops_over_inputs = name in REDUCTIONS or name == "sort"
-    looped = eqn.invars if loops_over_inputs else eqn.outvars
+    looped = eqn.invars if name in (*REDUCTIONS, "sort") else eqn.outvars
     size = max((math.prod(_jax.aval(v).shape) for v in looped), default=0)
     if is_random(eqn) or name == "threefry2x32":
         return _RANDOM_OPERATIONS * size
@@ -277,26 +256,21 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: Kernel, device: Accelerator) -> float
     work = flops(eqn)
     passes = 1.0 if work else device.framework.passes
     moved = sum(kernel.reads.values()) + kernel.written
-    multiplying_s = _product_seconds(eqn, work, device) if work else 0.0
     elementwise_s = kernel.operations / device.elementwise_per_s
     moving_s = moved * passes / device.memory_bytes_per_s
-    return device.launch_s + max(multiplying_s, elementwise_s, moving_s)
+    return device.launch_s + max(_product_seconds(eqn, work, device), elementwise_s, moving_s)
 
 
 def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
     """Estimates the seconds of a product of `work` flops, by tiles if the device has a tiling."""
+    if not work:
+        return 0.0
     dtype = _jax.aval(eqn.invars[0]).dtype
     rate = device.products_per_s(str(dtype))
     product = product_of(eqn)
     if device.tiling is None or product is None or not device.cores:
         return work / rate
-    return product_s(
-        product,
-        device.tiling,
-        device.cores,
-        rate,
-        device.memory_bytes_per_s,
-    )
+    return product_s(product, device.tiling, device.cores, rate, device.memory_bytes_per_s)
 
 
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:

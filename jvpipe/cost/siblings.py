@@ -8,7 +8,8 @@ by way of b, so a and c may not be joined although both read x:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from jvpipe import _jax
 from jvpipe._jax import Var
@@ -27,17 +28,13 @@ def with_siblings(steps: Sequence[KernelStep]) -> list[KernelStep]:
         groups = groups_over.setdefault(step.loop, [])
         siblings = (group for group in groups if _may_join(steps, behind, i, group))
         group = next(siblings, None)
-        if group is None:
-            groups.append([i])
-        else:
+        if group:
             group.append(i)
             _join(behind, group)
-    every = [group for groups in groups_over.values() for group in groups]
-    joined = []
-    for group in _in_order(every, behind):
-        members = [steps[i] for i in group]
-        joined.append(_joined(members))
-    return joined
+        else:
+            groups.append([i])
+    every = chain.from_iterable(groups_over.values())
+    return [_joined([steps[i] for i in group]) for group in _in_order(every, behind)]
 
 
 def _waits(steps: Sequence[KernelStep]) -> list[int]:
@@ -65,16 +62,11 @@ def _may_join(
         group: the numbers of the steps in the group, which all wait for the same steps.
     """
     step = steps[i]
-    if step.loop is None:
-        return False
-    step_waits = behind[i] & _digits(group)
-    group_waits = behind[group[0]] >> i & 1
-    if step_waits or group_waits:
+    if step.loop is None or behind[i] & _digits(group) or behind[group[0]] >> i & 1:
         return False
     # Siblings share a large array: one with at least as many elements as the loop has rounds.
-    least = math.prod(step.loop)
     shared = (v for j in group for v in step.reads & steps[j].reads)
-    return any(_jax.aval(v).size >= least for v in shared)
+    return any(_jax.aval(v).size >= math.prod(step.loop) for v in shared)
 
 
 def _digits(steps: Sequence[int]) -> int:
@@ -92,9 +84,8 @@ def _join(behind: list[int], group: Sequence[int]) -> None:
         group: the steps that become one.
     """
     members = _digits(group)
-    needs = 0
-    for j in group:
-        needs |= behind[j]
+    # All steps but the last were joined before, so they wait for the same steps.
+    needs = behind[group[0]] | behind[group[-1]]
     # No member waits for a member, so this changes only steps outside of the group.
     for k, waits in enumerate(behind):
         if waits & members:
@@ -103,14 +94,13 @@ def _join(behind: list[int], group: Sequence[int]) -> None:
         behind[j] = needs
 
 
-def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
+def _in_order(groups: Iterable[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
     """Yields groups of steps in the order of their last members, but after groups they wait for."""
     todo = sorted(groups, key=max)
     done = 0
     while todo:
         # A group is always ready, because groups form no cycles.
-        missing = ~done
-        ready = next(group for group in todo if not behind[group[0]] & missing)
+        ready = next(group for group in todo if not behind[group[0]] & ~done)
         todo.remove(ready)
         done |= _digits(ready)
         yield ready

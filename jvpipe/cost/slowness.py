@@ -34,8 +34,7 @@ def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int
     # Planners take devices as equal only if the slowness is empty, not if it consists of 1.0s.
     if not speeds or speeds[first] == speeds[device]:
         return ()
-    times = speeds[first] / speeds[device]
-    return (times,) * layers
+    return (speeds[first] / speeds[device],) * layers
 
 
 def measured_slowness(
@@ -58,11 +57,7 @@ def measured_slowness(
         times = first.products_per_s("float32") / other.products_per_s("float32")
         return (times,) * len(costs.layers)
 
-    return slowness_by_kind(devices, _kind, longer)
-
-
-def _kind(device: Device) -> str:
-    return getattr(device, "device_kind", "")
+    return slowness_by_kind(devices, lambda device: getattr(device, "device_kind", ""), longer)
 
 
 def slowness_by_kind(
@@ -75,13 +70,13 @@ def slowness_by_kind(
         kind_of: returns the kind of a device.
         longer: returns how many times longer a device takes for each layer than the first one.
     """
-    by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
-    for device in devices:
+    kinds = list(map(kind_of, devices))
+    by_kind: dict[str, Slowness] = {kinds[0]: ()}
+    for device, kind in zip(devices, kinds, strict=True):
         # Timing all layers takes seconds, and devices of one kind are equally fast.
-        kind = kind_of(device)
         if kind not in by_kind:
             by_kind[kind] = longer(device)
-    return [by_kind[kind_of(device)] for device in devices]
+    return [by_kind[kind] for kind in kinds]
 
 
 def times_longer(costs: Costs, other: Costs) -> Slowness:

@@ -32,14 +32,10 @@ def sum_parts(product: Product, cores: int) -> int:
     >>> sum_parts(Product(1, 304, 1024, 30522), 132), sum_parts(Product(1, 8192, 1024, 50257), 132)
     (8, 1)
     """
-    m = product.m
-    n = product.n
-    k = product.k
-    elements = m * k, n * k, m * n
-    sizes = (count * itemsize for count, itemsize in zip(elements, product.itemsizes, strict=True))
-    moved_bits = 8 * sum(sizes)
-    operations = 256 * m * n * k
-    if operations < _FEW_OPERATIONS * moved_bits:
+    m, n, k = product.m, product.n, product.k
+    left, right, result = product.itemsizes
+    moved_bytes = m * k * left + n * k * right + m * n * result
+    if 32 * m * n * k < _FEW_OPERATIONS * moved_bytes:
         return min(_MOST_PARTS, _power(k // _SHORTEST_OF_FEW))
     tile_rows, tile_columns = _TILE
     down = -(-m // tile_rows)
@@ -64,13 +60,12 @@ def split_bytes(product: Product, cores: int) -> int:
     if parts == 1:
         return 0
     left, right, _ = product.itemsizes
-    copies = 0
+    total = 4 * parts * product.b * product.m * product.n
     # Operands are padded if the sums cannot be cut into parts of equal length.
     if product.k % parts:
         filled = -(-product.k // parts) * parts
-        copies = product.b * filled * (product.m * left + product.n * right)
-    results = product.b * product.m * product.n
-    return copies + 4 * parts * results
+        total += product.b * filled * (product.m * left + product.n * right)
+    return total
 
 
 def _power(count: int) -> int:

@@ -29,13 +29,13 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
             sizes[layer] += state.array.bytes
     # No more can be fetched than all of the state that is away.
     fetched_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
-    layers = []
-    for layer, size in zip(costs.layers, sizes, strict=True):
-        remaining = replace(
+    layers = (
+        replace(
             layer,
             optimizer_bytes=layer.optimizer_bytes - size,
             state_bytes=layer.state_bytes - size,
             temporary_bytes=layer.temporary_bytes + fetched_bytes,
         )
-        layers.append(remaining)
+        for layer, size in zip(costs.layers, sizes, strict=True)
+    )
     return replace(costs, layers=tuple(layers))

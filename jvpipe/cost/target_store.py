@@ -61,10 +61,7 @@ class TargetStore(ProgramStore):
             ValueError: the compiler cannot be asked; the message says why.
         """
         platform = self.compiler.target.platform
-        missing: dict[Hashable, tuple[Program, Device]] = {}
-        for program, device in programs:
-            if program.key not in self.sizes:
-                missing[program.key] = program, device
+        missing = {pair[0].key: pair for pair in programs if pair[0].key not in self.sizes}
         texts = [self._store.text(*pair, platform) for pair in missing.values()]
         try:
             # `sizes` returns its answers in the order of the texts.

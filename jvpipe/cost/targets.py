@@ -2,7 +2,7 @@
 
 The compiler for GPUs needs a description of the device, which `_gpu` writes from the maker's data
 sheet. The compiler for TPUs needs only the name of a topology: the kind of the chips, and the shape
-in which they are joined. To add a device, add an entry to `_GPUS` or `_TPUS`.
+in which they are joined. To add a device, add an entry to `_TARGETS`.
 """
 
 import re
@@ -146,22 +146,20 @@ def _tpu(name: str, topology: str, accelerator: str) -> Target:
 
 _A100 = "NVIDIA A100-SXM4-"
 _4090 = "NVIDIA GeForce RTX 4090"
-_GPUS = (
+_TARGETS = (
     _gpu(H100, "h100", "NVIDIA H100 80GB HBM3", (9, 0), 128, 1.98, (3352e9, 80), 50, 228),
     _gpu(H200, "h200", "NVIDIA H200", (9, 0), 128, 1.98, (4800e9, 141), 50, 228),
     _gpu(A100_80GB, "a100", _A100 + "80GB", (8, 0), 64, 1.41, (2039e9, 80), 40, 164),
     _gpu(A100_40GB, "a100-40gb", _A100 + "40GB", (8, 0), 64, 1.41, (1555e9, 40), 40, 164),
     _gpu(V100, "v100", "Tesla V100-SXM2-16GB", (7, 0), 64, 1.53, (898e9, 16), 6, 96),
     _gpu(RTX_4090, "rtx4090", _4090, (8, 9), 128, 2.52, (1008e9, 24), 72, 100, threads=1536),
-)
-_TPUS = (
     _tpu("v4", "2x2x1", TPU_V4.name),
     _tpu("v5e", "2x2", TPU_V5E.name),
     _tpu("v5p", "2x2x1", TPU_V5P.name),
     _tpu("v6e", "2x2", TPU_V6E.name),
+    Target("cpu", "cpu", accelerator=CORE.name),
 )
-_CPU = Target("cpu", "cpu", accelerator=CORE.name)
-TARGETS = {target.name: target for target in (*_GPUS, *_TPUS, _CPU)}
+TARGETS = {target.name: target for target in _TARGETS}
 """All targets by name; `cpu` is the CPU of this machine."""
 
 

@@ -92,8 +92,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         elsewhere = elsewhere | _inside_results(program) | _inner_sums(program)
     if device.platform == "cuda":
-        across = _summed_across(program)
-        steps = with_siblings(_with_once(steps, across))
+        steps = with_siblings(_with_once(steps, _summed_across(program)))
     if device.platform == "tpu":
         layouts = TpuLayouts(program)
         elsewhere -= layouts.apart
@@ -108,13 +107,12 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         first |= dict.fromkeys(step.writes, i)
     for i, step in enumerate(steps):
         last |= dict.fromkeys(step.reads, i)
-    buffers = []
-    for v, begin in first.items():
-        if v not in elsewhere:
-            end = last.get(v, begin)
-            buffers.append(HeapBlock(size(v), begin, end))
-    for i, step in enumerate(steps):
-        buffers.append(HeapBlock(step.own_bytes, i, i))
+    buffers = [
+        HeapBlock(size(v), begin, last.get(v, begin))
+        for v, begin in first.items()
+        if v not in elsewhere
+    ]
+    buffers += (HeapBlock(step.own_bytes, i, i) for i, step in enumerate(steps))
     if device.platform == "cuda":
         buffers = without_lodgers(buffers, _rooms(program, steps, elsewhere))
     return peak_bytes(buffers, device.scratch_bytes)
@@ -130,12 +128,11 @@ def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
     def first_of(atom: Atom) -> Atom:
         return firsts.get(atom, atom) if isinstance(atom, Var) else atom
 
-    eqns = []
-    for eqn in jaxpr.eqns:
-        is_first = twins.isdisjoint(eqn.outvars)
-        is_result = not results.isdisjoint(eqn.outvars)
-        if is_first or is_result:
-            eqns.append(eqn.replace(invars=[first_of(a) for a in eqn.invars]))
+    eqns = [
+        eqn.replace(invars=list(map(first_of, eqn.invars)))
+        for eqn in jaxpr.eqns
+        if twins.isdisjoint(eqn.outvars) or not results.isdisjoint(eqn.outvars)
+    ]
     return jaxpr.replace(eqns=eqns)
 
 
@@ -143,7 +140,7 @@ def _steps(program: KernelProgram, device: Accelerator) -> Iterator[KernelStep]:
     """Yields a step for each kernel, in the order of equations, with the copies that it makes."""
     turned = _turned_scatters(program) if device.platform == "cuda" else set[Var]()
     for eqn, kernel in program.with_kernels():
-        writes = program.kernels.written.intersection(eqn.outvars)
+        writes = program.written.intersection(eqn.outvars)
         copied = set[Var]()
         if eqn.primitive.name == "dot_general":
             copied = turned.intersection(kernel.reads)
@@ -196,24 +193,16 @@ def _summed_across(program: KernelProgram) -> dict[Var, set[Var]]:
     for eqn in program.eqns:
         name = eqn.primitive.name
         read = program.roots(eqn.invars)
-        if name in REDUCTIONS:
-            total = eqn.outvars[0]
-            for v in read:
-                axes[v][total] = tuple(eqn.params["axes"])
-            continue
         loop = loop_of(eqn)
-        if loop is None:
-            continue
         # A value is also expensive if an expensive value of the same shape is needed to make it.
         as_large = (dims_of(v) == loop for v in dear & read)
-        if name in DEAR or any(as_large):
+        if name in REDUCTIONS:
+            for v in read:
+                axes[v][eqn.outvars[0]] = tuple(eqn.params["axes"])
+        elif loop is not None and (name in DEAR or any(as_large)):
             dear.update(eqn.outvars)
-    across = {}
-    for v in dear - program.kernels.written:
-        # Reductions over the same axes are one kernel, which computes the value only once.
-        if len({*axes[v].values()}) > 1:
-            across[v] = {*axes[v]}
-    return across
+    # Reductions over the same axes are one kernel, which computes the value only once.
+    return {v: {*axes[v]} for v in dear - program.written if len({*axes[v].values()}) > 1}
 
 
 def _with_once(steps: Iterable[KernelStep], once: Mapping[Var, set[Var]]) -> list[KernelStep]:
@@ -227,12 +216,8 @@ def _with_once(steps: Iterable[KernelStep], once: Mapping[Var, set[Var]]) -> lis
         reduced = {v for v, sums in once.items() if not sums.isdisjoint(step.writes)}
         written = reduced & missing
         missing -= written
-        with_values = replace(
-            step,
-            writes=step.writes | written,
-            reads=step.reads | (reduced - written),
-        )
-        marked.append(with_values)
+        reads = step.reads | (reduced - written)
+        marked.append(replace(step, writes=step.writes | written, reads=reads))
     return marked
 
 
@@ -243,9 +228,7 @@ def _inside_results(program: KernelProgram) -> set[Var]:
     products and scattered sums need no buffer, because they are summed up in place.
     """
     summed = jaxprs.defined(program.named(*_SUMMED))
-    made_by: dict[Var, int] = {}
-    for i, eqn in enumerate(program.eqns):
-        made_by |= dict.fromkeys(eqn.outvars, i)
+    made_by = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     inside: set[Var] = set()
     for eqn, kernel in program.with_kernels():
         name = eqn.primitive.name
@@ -255,13 +238,11 @@ def _inside_results(program: KernelProgram) -> set[Var]:
         result_bytes = jaxprs.bytes_of(eqn.outvars[0])
         alike = {v for v in kernel.reads if jaxprs.bytes_of(v) == result_bytes}
         alone = {v for v in alike - program.inputs if program.readers[v] == 1}
-        reads_input = not program.inputs.isdisjoint(jaxprs.variables(eqn.invars))
-        if name in _ADDED and reads_input:
+        if name in _ADDED and not program.inputs.isdisjoint(jaxprs.variables(eqn.invars)):
             inside |= alone & summed
-            continue
-        # The result's memory has room for one operand: the one that is made first.
-        others = sorted(alone, key=lambda v: made_by.get(v, -1))
-        inside.update(others[:1])
+        else:
+            # The result's memory has room for one operand: the one that is made first.
+            inside.update(sorted(alone, key=lambda v: made_by.get(v, -1))[:1])
     return inside
 
 
@@ -270,10 +251,8 @@ def _inner_sums(program: KernelProgram) -> set[Var]:
     kinds = {v: eqn.primitive for eqn in program.eqns for v in eqn.outvars}
     inner: set[Var] = set()
     for eqn in program.named(*REDUCTIONS):
-        for v in program.roots(eqn.invars):
-            is_alike = kinds.get(v) is eqn.primitive
-            if is_alike and program.readers[v] == 1:
-                inner.add(v)
+        alike = {v for v in program.roots(eqn.invars) if kinds.get(v) is eqn.primitive}
+        inner |= {v for v in alike if program.readers[v] == 1}
     return inner
 
 
@@ -304,12 +283,10 @@ def _rooms(
 def _with_results_early(steps: Sequence[KernelStep], elsewhere: set[Var]) -> list[KernelStep]:
     """Moves steps that write only values of `elsewhere` to right after the steps they read from."""
     made_at: dict[Var, int] = {}
-    places = []
+    placed = []
     for i, step in enumerate(steps):
         needed = [made_at[v] for v in step.reads if v in made_at]
-        is_early = needed and step.writes <= elsewhere
-        place = max(needed) if is_early else i
+        place = max(needed) if needed and step.writes <= elsewhere else i
         made_at |= dict.fromkeys(step.writes, place)
-        places.append(place)
-    order = sorted(range(len(steps)), key=places.__getitem__)
-    return [steps[i] for i in order]
+        placed.append((place, i, step))
+    return [step for _, _, step in sorted(placed)]

@@ -71,12 +71,10 @@ def product_s(
     >>> [round(product_s(Product(1, 128 * rows, 128, 100), gpu, 80, 80e9, 1e15), 6) for rows in (80, 81, 160)]
     [0.003277, 0.003834, 0.006554]
     """
-    direct_s = _waves_s(product, tiling, cores, flops_per_s, result_bytes_per_s)
-    minimal = product.minimal
-    if minimal is None or not tiling.winograd:
-        return direct_s
-    rate = flops_per_s * tiling.winograd
-    return min(direct_s, _waves_s(minimal, tiling, cores, rate, result_bytes_per_s))
+    ways = [(product, flops_per_s)]
+    if product.minimal and tiling.winograd:
+        ways.append((product.minimal, flops_per_s * tiling.winograd))
+    return min(_waves_s(way, tiling, cores, rate, result_bytes_per_s) for way, rate in ways)
 
 
 def _waves_s(
@@ -94,9 +92,7 @@ def _waves_s(
     sums_bytes = 4 * product.b * product.m * product.n
     least = math.inf
     for rows, columns, share in TILES:
-        tiles_down = -(-product.m // rows)
-        tiles_across = -(-product.n // columns)
-        tiles = product.b * tiles_down * tiles_across
+        tiles = product.b * -(-product.m // rows) * -(-product.n // columns)
         for parts in _PARTS:
             terms = -(-product.k // parts) + tiling.start
             # A wave takes the same time however many cores are busy, so the number is rounded up.

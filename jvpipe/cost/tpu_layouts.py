@@ -53,13 +53,9 @@ class TpuLayouts:
         without_copy = self.relaid
         for step in steps:
             turned = step.writes & self.images if step.loop is None else ()
-            copies_bytes = sum(map(self.nbytes, turned))
-            with_copies = replace(
-                step,
-                writes=step.writes | (step.reads & without_copy),
-                own_bytes=step.own_bytes + copies_bytes,
-            )
-            copying.append(with_copies)
+            own_bytes = step.own_bytes + sum(map(self.nbytes, turned))
+            writes = step.writes | (step.reads & without_copy)
+            copying.append(replace(step, writes=writes, own_bytes=own_bytes))
             without_copy = without_copy - step.reads
         return copying
 
@@ -103,8 +99,7 @@ def _halves(program: KernelProgram, images: set[Var]) -> set[Var]:
             made_in_loops.update(eqn.outvars)
         if eqn.primitive.name not in (*_PRODUCTS, *REDUCTIONS) or is_batched(eqn):
             read_by_others.update(kernel.reads)
-    for_products = made_in_loops - read_by_others
-    return {v for v in for_products if _jax.aval(v).dtype == "float32"}
+    return {v for v in made_in_loops - read_by_others if _jax.aval(v).dtype == "float32"}
 
 
 def _relaid(program: KernelProgram) -> Iterator[Var]:
@@ -121,8 +116,7 @@ def _relaid(program: KernelProgram) -> Iterator[Var]:
     operands = {v for eqn in heavy for v in jaxprs.variables(eqn.invars)}
     for v in program.inputs - operands:
         aval = _jax.aval(v)
-        is_long = aval.shape[-1:] > (COLUMNS,)
-        is_looped_row = is_long and aval.shape in loops
+        is_looped_row = aval.shape[-1:] > (COLUMNS,) and aval.shape in loops
         if aval.shape in batched or (is_looped_row and _is_wider(aval)):
             yield v
 

@@ -65,6 +65,6 @@ def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | 
     work = product_flops(eqn for body in traced.bodies for eqn in body.eqns)
     seconds = 0.0
     for dtype, count in work.items():
-        peak = sum(peak_per_s(device, dtype) for device in accelerators if device is not None)
+        peak = sum(peak_per_s(device, dtype) for device in accelerators if device)
         seconds += (1 + BACKWARD) * microbatches * count / peak
     return seconds
