@@ -18,7 +18,8 @@ Sums and maxima are over the segments of a path:
 Under caps on the maxima, the path with the least sum is a shortest path through the segments that
 keep the caps. The search divides the possible caps into boxes. It always opens the box with the
 least lower bound, and finds that box's shortest path. It ends when no box has a bound below the
-best path found.
+best path found. It begins with a box of caps just above the least ones, because the best path is
+often there, and the effort may not suffice for more.
 
 Why the search is exact: each form grows with t, and the t of a segment depends on no other segment.
 So each segment can take its best fates, whatever the other segments are. The shortest path of a box
@@ -43,6 +44,7 @@ from itertools import count
 
 import numpy as np
 
+from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.segment_table import Path, StageTable, Table
 from jvpipe.planners.model.chain_dp import Matrix, Places, least_max, least_sum
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
@@ -124,7 +126,7 @@ class Objective:
         """For each phase, a lower bound on the maximum over the segments of a path."""
         return tuple(map(least_max, self.phases))
 
-    def shortest(self, caps: Caps) -> tuple[float, Places | None]:
+    def shortest(self, caps: Sequence[float]) -> tuple[float, Places | None]:
         """Finds the path with the least sum of t + comm among those that keep the caps of phases.
 
         Args:
@@ -192,8 +194,15 @@ def search(problem: Problem, table: Table) -> Solution:
     paths = dict[Path, float]()
     best_s = np.inf
     bound_s = 0.0
-    maxima = Objective(problem, table.stages).maxima
-    push(0.0, (maxima, (np.inf,) * len(maxima)))
+    left_s = np.inf  # no path that was left out of the boxes takes less
+    least, near = _first_box(problem, table)
+    sum_s, _ = Objective(problem, table.stages).shortest(())
+    push(_step_s(problem, sum_s, least), (least, near))
+    # In each of the other boxes, one phase is over its cap, and the phases before it are not.
+    for phase, cap in enumerate(near):
+        low = with_entry(least, phase, cap)
+        high = near[:phase] + (np.inf,) * (len(near) - phase)
+        push(_step_s(problem, sum_s, low), (low, high))
     # Boxes are opened, least bound first, until none can hold a better path or effort runs out.
     while boxes and boxes[0][0] < best_s * (1 - effort.tolerance):
         if paths and table.layers > effort.layers:
@@ -212,28 +221,54 @@ def search(problem: Problem, table: Table) -> Solution:
         opened = table.open_cells(path)
         if opened:
             table.refine(opened)
-            box_s = _step_s(problem, total_s, low)
-            push(max(box_s, expected_s), box)
         if table.open_cells(path):
+            push(max(_step_s(problem, total_s, low), expected_s), box)
             continue
         met = Objective(problem, table.along(path))
         step_s = met.step_s
         if np.isfinite(step_s):
             paths[path] = step_s
         best_s = min(best_s, step_s)
-        if not opened:
-            # The path has the least sum of its box, so a better path of the box has a smaller
-            # maximum in some phase.
+        # The path has the least sum of its box, or nearly so. So a better path of the box has a
+        # smaller maximum in some phase.
+        sum_s, _ = met.shortest(())
+        if sum_s <= total_s * (1 + effort.tolerance):
+            left_s = min(left_s, _step_s(problem, total_s, met.maxima))
             for below, above in _rest(low, high, met.maxima):
                 push(_step_s(problem, total_s, below), (below, above))
+        else:
+            push(max(_step_s(problem, total_s, low), expected_s), box)
     if table.proven:
-        bound_s = boxes[0][0] if boxes else best_s
+        bound_s = min(left_s, boxes[0][0]) if boxes else left_s
     else:
         # The search for the fates of some cells was too short to prove that their t is the least.
         # So the step is bounded again, by proven lower bounds of t.
         bound_s = max(bound_s, Objective(problem, table.lower()).step_s)
     best_first = tuple(sorted(paths, key=paths.__getitem__))
     return Solution(best_first, best_s, min(bound_s, best_s), table)
+
+
+def _first_box(problem: Problem, table: Table) -> Box:
+    """Finds nearly the least cap of each phase, and caps just above that some path keeps.
+
+    All cells of a path under these caps get prices, which raise the bounds of other cells, too.
+    Then the least caps are found again, until such a path has no cell without prices. This takes
+    far less time than choosing the fates of one path.
+    """
+    while True:
+        objective = Objective(problem, table.stages)
+        least = objective.maxima
+        # No path may keep the least caps of two phases at once, so larger ones are tried, too.
+        for factor in CUTS.near_caps:
+            near = tuple(factor * cap * (1 + table.effort.tolerance) for cap in least)
+            _, places = objective.shortest(near)
+            if places:
+                break
+        opened = table.open_cells(table.path(places)) if places else []
+        unpriced = [cell for cell in opened if cell not in table.prices]
+        if not unpriced:
+            return least, tuple(CUTS.near_cap * cap for cap in near)
+        table.refine(unpriced)
 
 
 def _rest(

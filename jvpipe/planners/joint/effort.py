@@ -26,6 +26,9 @@ class CutEffort:
         trip_cells: the most cells that are considered when round trips must be kept short.
         cap_slacks: how far the cap may be above the least cap, as shares of the least cap; the
             first slack that leaves few enough cells is taken.
+        near_caps: the caps under which `cap_search.py` looks for a first path, as multiples of the
+            least caps; the first that some path keeps are taken.
+        near_cap: the caps of the box that is opened first, as multiples of those of that path.
         transfer_factors: cuts with short round trips are searched once for each of these factors.
             The factor multiplies the seconds of transfers, because transfers wait for each other.
         spread_cells: windows with more cells than this are thinned out.
@@ -43,6 +46,8 @@ class CutEffort:
     window_cells: int = 120_000
     trip_cells: int = 300_000
     cap_slacks: tuple[float, ...] = (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.0)
+    near_caps: tuple[float, ...] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5)
+    near_cap: float = 1.02
     transfer_factors: tuple[float, ...] = (1.0, 1.5)
     spread_cells: int = 2_000_000
     spread_stages: float = 8.0
@@ -130,8 +135,6 @@ class OrderEffort:
             `order_course.py` leave out the waits of such transfers for each other.
         polished: how many of the simulated plans are the starts of climbs that simulate each order
             (`order_polish.py`).
-        near_polish: these climbs start from plans that take at most this many times the fastest
-            plan's seconds.
         polished_tasks: how many tasks each of these climbs may simulate.
         doubt: a plan is chosen over 1F1B only if it is faster by this share times `Problem.lent`,
             the share of idle time that other devices can use. If devices share workers, measured
@@ -149,7 +152,6 @@ class OrderEffort:
     simulated: int = 3
     crowded: int = 24
     polished: int = 16
-    near_polish: float = 1.005
     polished_tasks: int = 10_000
     doubt: float = 0.1
 

@@ -31,19 +31,17 @@ from jvpipe.util.sizes import ROUNDING
 def polished(simulated: Sequence[tuple[RuledPlan, OrderedPlan]]) -> Iterator[OrderedPlan]:
     """Yields the fastest plans again, each in the fastest order that is found for it.
 
-    It leaves out plans that are not near the fastest, and those whose seconds `order_course.py`
-    counts exactly, because the climb has improved their orders already.
+    It leaves out plans whose seconds `order_course.py` counts exactly, because the climb has
+    improved their orders already.
 
     Args:
         simulated: candidates, whose orders the search begins with, and their simulated plans.
     """
-    least_s = min((plan.worth_s for _, plan in simulated), default=0.0)
     inexact = list[tuple[RuledPlan, OrderedPlan]]()
     for one, plan in simulated:
-        if plan.worth_s <= ORDER.near_polish * least_s:
-            counted_s = Course(one.loads, one.order).step_s
-            if abs(plan.step_s - counted_s) > ROUNDING * plan.step_s:
-                inexact.append((one, plan))
+        counted_s = Course(one.loads, one.order).step_s
+        if abs(plan.step_s - counted_s) > ROUNDING * plan.step_s:
+            inexact.append((one, plan))
     inexact.sort(key=lambda pair: pair[1].worth_s)
     for one, plan in inexact[: ORDER.polished]:
         yield _polished(one, plan)

@@ -132,8 +132,8 @@ def _simulated_best(
 ) -> Decision:
     """Returns the fastest simulated plan: the surrogate's, one with simple cuts, or a neighbor.
 
-    Fates are chosen without swaps. If swaps may help, fates are also chosen with swaps, as
-    if the link to the host were slower (`crowded`).
+    Fates are chosen without swaps. If swaps may help, fates are also chosen with swaps, both with
+    the link to the host as it is and as if it were slower (`crowded`).
 
     Args:
         problem: the problem to plan for.
@@ -144,9 +144,9 @@ def _simulated_best(
     pricings = [plain]
     solutions = [solve(problem, plain)]
     if _swaps_may_help(problem, solutions[0]):
-        slower = crowded(problem)
-        pricings.append(pricing_of(slower))
-        solutions.append(within_host_limit(slower, solve(slower, pricings[1])))
+        for timed in (crowded(problem), problem):
+            pricings.append(pricing_of(timed))
+            solutions.append(within_host_limit(timed, solve(timed, pricings[-1])))
     begin = list(others)
     for solution in solutions:
         begin += map(solution.decision, solution.paths[: PLAN.paths])

@@ -256,9 +256,10 @@ class FateSearch:
         seconds = np.maximum(compute_so_far_s + extra_s, link_so_far_s + link_s)
         expected_s = np.where(may, seconds + penalty_s, np.inf)
         near = np.argpartition(expected_s, width)[:width]
-        low = np.argpartition(bound, width)[:width]
-        # The state that takes the fewest bytes stays too: it is the likeliest to fit in the end.
+        # If neither bytes nor the link have a price, the bounds of many states are equal.
         taken = np.where(may, held_bytes + beyond, np.inf)
+        low = np.lexsort((taken, bound))[:width]
+        # The state that takes the fewest bytes stays too: it is the likeliest to fit in the end.
         return np.concatenate([near, low, [taken.argmin()]])
 
     def _held_bytes(self, states: States) -> PerState:

@@ -37,9 +37,7 @@ def effort(layers: int) -> Effort:
         return Effort(16, 4000, 1e-9, layers=2_000 * layers)
     if layers <= 120:
         return Effort(16, 500, 1e-3, layers=15 * layers)
-    if layers <= 256:
-        return Effort(16, 64, 1e-3, layers=3 * layers)
-    return Effort(8, 8, 1e-3, layers=2 * layers)
+    return Effort(16, 64, 1e-3, layers=3 * layers)
 
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
