@@ -2,6 +2,9 @@
 
 Each type of model has an entry in `KINDS`, with the fields that all its models share. It also has
 an entry in `_USUAL`, with the default values of keys that its config.json may omit.
+
+A folder determines every field of the shape. What it left out would come from the size that is
+loaded with it, which is of another model.
 """
 
 from collections.abc import Mapping
@@ -12,10 +15,17 @@ from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source
 
 Fields = Mapping[str, Any]
-_GEMMA: dict[str, Any] = {"activation": "gelu", "offset_norms": True, "scaled_embedding": True}
+_LLAMA: dict[str, Any] = {
+    "activation": "silu",
+    "offset_norms": False,
+    "scaled_embedding": False,
+    "after_norms": False,
+    "normed_heads": False,
+}
+_GEMMA = _LLAMA | {"activation": "gelu", "offset_norms": True, "scaled_embedding": True}
 KINDS: Mapping[str, Fields] = {
-    "llama": {},
-    "qwen3": {"normed_heads": True},
+    "llama": _LLAMA,
+    "qwen3": _LLAMA | {"normed_heads": True},
     "gemma": _GEMMA,
     "gemma2": _GEMMA | {"after_norms": True},
     "gemma3_text": _GEMMA | {"after_norms": True, "normed_heads": True},
@@ -52,7 +62,7 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     kind = settings["model_type"]
     usual = {"tie_word_embeddings": True, **_USUAL[kind]}
     get = lambda key, otherwise=None: settings.get(key, usual.get(key, otherwise))  # noqa: E731
-    names = _ACTIVATIONS[KINDS[kind].get("activation", "silu")]
+    names = _ACTIVATIONS[KINDS[kind]["activation"]]
     settings.only("hidden_act", *names)
     settings.only("hidden_activation", None, *names)
     settings.only("attention_bias", False)
@@ -109,7 +119,7 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
     else:
         spans = ("G" * first + "L" * blocks)[:blocks]
     if "L" not in spans:
-        return {}
+        return {"spans": "", "window": 0}
     # Unlike a letter per block, a period stays valid if a user changes `blocks`.
     return {"spans": _period(spans), "window": window}
 
@@ -142,7 +152,7 @@ def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
     turns = _stretch(of_all or settings.get("rope_scaling") or {}, theta, settings)
     # If both keys exist, `rope_scaling` only repeats `rope_parameters`. This marks it as read.
     settings.get("rope_scaling")
-    return turns | ({"local_theta": local} if local else {})
+    return turns | {"local_theta": local}
 
 
 def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any]:
@@ -155,9 +165,13 @@ def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any
             "supported for models of this type"
         )
     rope.only("partial_rotary_factor", 1.0, None)
-    fields: dict[str, Any] = {"theta": rope.get("rope_theta", theta)}
-    if kind != "default":
-        fields["stretch"] = rope["factor"]
+    fields = {
+        "theta": rope.get("rope_theta", theta),
+        "stretch": 1.0 if kind == "default" else rope["factor"],
+        "stretch_low": 1.0,
+        "stretch_high": 4.0,
+        "stretch_from": 0,
+    }
     if kind == "llama3":
         original = rope.get("original_max_position_embeddings")
         fields["stretch_low"] = rope["low_freq_factor"]
