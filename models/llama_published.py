@@ -145,8 +145,13 @@ def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
     theta = settings.get("rope_theta", usual.get("rope_theta", 1e4))
     of_all = settings.get("rope_parameters") or {}
     if "full_attention" in of_all:
-        parts = Settings(of_all, "rope_parameters of config.json")
-        local = _stretch(parts.get("sliding_attention") or {}, local, settings)["theta"]
+        where = "rope_parameters of config.json"
+        parts = Settings(of_all, where)
+        of_local = Settings(parts.get("sliding_attention") or {}, f"sliding_attention in {where}")
+        # `stretch` does not change the angles of local blocks.
+        of_local.only("rope_type", "default")
+        of_local.only("type", "default")
+        local = _stretch(of_local, local, settings)["theta"]
         of_all = parts["full_attention"]
         parts.all_understood(())
     turns = _stretch(of_all or settings.get("rope_scaling") or {}, theta, settings)
