@@ -85,7 +85,7 @@ class Head(nnx.Module):
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """Reads the fields of a `BertConfig` from config.json, and rejects unsupported settings."""
-    dropout = settings.get("hidden_dropout_prob", 0.1)
+    dropout = settings.number("hidden_dropout_prob", 0.1, or_zero=True)
     settings.only("hidden_act", "gelu")
     settings.only("type_vocab_size", 2)
     settings.only("position_embedding_type", "absolute")
@@ -93,18 +93,18 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     settings.only("is_decoder", False)
     settings.only("add_cross_attention", False)
     settings.only("is_encoder_decoder", False)
-    positions = settings["max_position_embeddings"]
+    positions = settings.count("max_position_embeddings")
     return {
-        "blocks": settings["num_hidden_layers"],
-        "width": settings["hidden_size"],
-        "heads": settings["num_attention_heads"],
-        "vocabulary": settings["vocab_size"],
+        "blocks": settings.count("num_hidden_layers"),
+        "width": settings.count("hidden_size"),
+        "heads": settings.count("num_attention_heads"),
+        "vocabulary": settings.count("vocab_size"),
         "positions": positions,
         "tokens": min(128, positions),
-        "feed_forward": settings["intermediate_size"],
-        "epsilon": settings.get("layer_norm_eps", 1e-12),
+        "feed_forward": settings.count("intermediate_size"),
+        "epsilon": settings.number("layer_norm_eps", 1e-12, or_zero=True),
         "dropout": dropout,
-        "tied": settings.get("tie_word_embeddings", True),
+        "tied": settings.flag("tie_word_embeddings", True),
         "published": True,
     }
 

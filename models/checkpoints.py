@@ -23,7 +23,7 @@ def model_of(folder: Folder) -> str:
     Raises:
         ValueError: no model can read the folder; the message lists the supported types.
     """
-    kind = folder.told.get("model_type")
+    kind = str(folder.told.get("model_type"))
     if kind not in OF_FOLDERS:
         raise ValueError(
             f"{folder.path} has a model of type {kind}: supported are {', '.join(OF_FOLDERS)}"

@@ -3,7 +3,8 @@
 To allow a key for all types of models, add it to one of the lists below.
 """
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 SAMPLING = (
@@ -98,7 +99,15 @@ _PLAIN = (
 
 
 class Settings(Mapping[str, Any]):
-    """The settings of a config.json, or of a part of it, with a record of which keys were read."""
+    """The settings of a config.json, or of a part of it, with a record of which keys were read.
+
+    Most methods read a value of a certain type. They return `usual` if the key is missing, and
+    `null` if its value is null, or if it is missing and there is no `usual`.
+
+    Raises:
+        KeyError: the key is missing, and there is neither `usual` nor `null`.
+        ValueError: the value has another type; the message has its key and value.
+    """
 
     def __init__(self, settings: Mapping[str, Any], where: str = "config.json") -> None:
         self._told, self._asked, self._where = settings, set[str](), where
@@ -112,6 +121,65 @@ class Settings(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._told)
+
+    def count(
+        self, key: str, usual: int | None = None, *, null: int | None = None, least: int = 1
+    ) -> int:
+        """Reads a whole number of at least `least`."""
+        return self._read(
+            key,
+            usual,
+            null,
+            # Python's True is an instance of int, but JSON's true is not a number.
+            lambda value: type(value) is int and value >= least,
+            f"a whole number of at least {least}",
+        )
+
+    def number(
+        self,
+        key: str,
+        usual: float | None = None,
+        *,
+        null: float | None = None,
+        or_zero: bool = False,
+    ) -> float:
+        """Reads a positive finite number; it may be 0 if `or_zero`."""
+        value = self._read(
+            key,
+            usual,
+            null,
+            lambda value: (
+                type(value) in (int, float)
+                and (0 < value <= sys.float_info.max or (or_zero and value == 0))
+            ),
+            f"{'0 or ' if or_zero else ''}a positive number",
+        )
+        return float(value)
+
+    def flag(self, key: str, usual: bool) -> bool:
+        """Reads true or false."""
+        return self._read(key, usual, None, lambda value: type(value) is bool, "true or false")
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        """Reads an object; it is empty if the key is missing or its value is null."""
+        return self._read(key, None, {}, lambda value: isinstance(value, Mapping), "an object")
+
+    def listed(self, key: str) -> list[Any]:
+        """Reads a list."""
+        return self._read(key, None, None, lambda value: isinstance(value, list), "a list")
+
+    def _read(
+        self, key: str, usual: Any, null: Any, fits: Callable[[Any], bool], expected: str
+    ) -> Any:
+        """Reads a value that `fits`."""
+        if key not in self._told and usual is not None:
+            return usual
+        if self.get(key) is None and null is not None:
+            return null
+        value = self[key]
+        if not fits(value):
+            raise ValueError(f"{self._where} has {key} {value!r}: it must be {expected}")
+        return value
 
     def only(self, key: str, *values: Any) -> None:
         """Checks a setting for which our model supports only `values`.

@@ -142,7 +142,7 @@ def open_data(
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """Reads the fields of a `Gpt2Config` from config.json, and rejects unsupported settings."""
-    dropout = settings.get("resid_pdrop", 0.1)
+    dropout = settings.number("resid_pdrop", 0.1, or_zero=True)
     settings.only("activation_function", "gelu_new")
     # Our model has a single dropout rate, so the three rates must be equal.
     settings.only("embd_pdrop", dropout)
@@ -153,16 +153,16 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     settings.only("is_encoder_decoder", False)
     settings.only("is_decoder", False, True)
     return {
-        "blocks": settings["n_layer"],
-        "width": settings["n_embd"],
-        "heads": settings["n_head"],
-        "vocabulary": settings["vocab_size"],
-        "positions": settings["n_positions"],
-        "tokens": settings["n_positions"],
-        "feed_forward": settings.get("n_inner") or 0,
-        "epsilon": settings.get("layer_norm_epsilon", 1e-5),
+        "blocks": settings.count("n_layer"),
+        "width": settings.count("n_embd"),
+        "heads": settings.count("n_head"),
+        "vocabulary": settings.count("vocab_size"),
+        "positions": settings.count("n_positions"),
+        "tokens": settings.count("n_positions"),
+        "feed_forward": settings.count("n_inner", null=0),
+        "epsilon": settings.number("layer_norm_epsilon", 1e-5, or_zero=True),
         "dropout": dropout,
-        "tied": settings.get("tie_word_embeddings", True),
+        "tied": settings.flag("tie_word_embeddings", True),
     }
 
 

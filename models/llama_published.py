@@ -2,6 +2,9 @@
 
 Each type of model has an entry in `KINDS`, with the fields that all its models share. It also has
 an entry in `_USUAL`, with the default values of keys that its config.json may omit.
+
+A folder determines every field of the shape. What it left out would come from the size that is
+loaded with it, which is of another model.
 """
 
 from collections.abc import Mapping
@@ -12,10 +15,17 @@ from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source
 
 Fields = Mapping[str, Any]
-_GEMMA: dict[str, Any] = {"activation": "gelu", "offset_norms": True, "scaled_embedding": True}
+_LLAMA: dict[str, Any] = {
+    "activation": "silu",
+    "offset_norms": False,
+    "scaled_embedding": False,
+    "after_norms": False,
+    "normed_heads": False,
+}
+_GEMMA = _LLAMA | {"activation": "gelu", "offset_norms": True, "scaled_embedding": True}
 KINDS: Mapping[str, Fields] = {
-    "llama": {},
-    "qwen3": {"normed_heads": True},
+    "llama": _LLAMA,
+    "qwen3": _LLAMA | {"normed_heads": True},
     "gemma": _GEMMA,
     "gemma2": _GEMMA | {"after_norms": True},
     "gemma3_text": _GEMMA | {"after_norms": True, "normed_heads": True},
@@ -27,7 +37,7 @@ _USUAL: Mapping[str, Fields] = {
     "gemma": {"head_dim": 256},
     "gemma2": {
         "head_dim": 256,
-        "query_pre_attn_scalar": 256,
+        "query_pre_attn_scalar": 256.0,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "sliding_window": 4096,
@@ -35,7 +45,7 @@ _USUAL: Mapping[str, Fields] = {
     },
     "gemma3_text": {
         "head_dim": 256,
-        "query_pre_attn_scalar": 256,
+        "query_pre_attn_scalar": 256.0,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "rope_theta": 1e6,
@@ -51,8 +61,7 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """Reads the fields of a `LlamaConfig` from config.json, and rejects unsupported settings."""
     kind = settings["model_type"]
     usual = {"tie_word_embeddings": True, **_USUAL[kind]}
-    get = lambda key, otherwise=None: settings.get(key, usual.get(key, otherwise))  # noqa: E731
-    names = _ACTIVATIONS[KINDS[kind].get("activation", "silu")]
+    names = _ACTIVATIONS[KINDS[kind]["activation"]]
     settings.only("hidden_act", *names)
     settings.only("hidden_activation", None, *names)
     settings.only("attention_bias", False)
@@ -61,20 +70,22 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     settings.only("use_bidirectional_attention", None, False)
     settings.only("is_encoder_decoder", False)
     length = 512  # the most tokens of a record; fewer if the model has fewer positions
+    heads = settings.count("num_attention_heads")
+    optional = lambda key: settings.number(key, usual.get(key), null=0.0)  # noqa: E731
     fields = {
-        "blocks": settings["num_hidden_layers"],
-        "width": settings["hidden_size"],
-        "heads": settings["num_attention_heads"],
-        "groups": settings.get("num_key_value_heads") or settings["num_attention_heads"],
-        "hidden": settings["intermediate_size"],
-        "vocabulary": settings["vocab_size"],
-        "tokens": min(length, get("max_position_embeddings", length)),
-        "epsilon": settings.get("rms_norm_eps", 1e-6),
-        "head_width": get("head_dim") or 0,
-        "score_width": float(get("query_pre_attn_scalar") or 0),
-        "score_cap": get("attn_logit_softcapping") or 0.0,
-        "logit_cap": get("final_logit_softcapping") or 0.0,
-        "tied": get("tie_word_embeddings"),
+        "blocks": settings.count("num_hidden_layers"),
+        "width": settings.count("hidden_size"),
+        "heads": heads,
+        "groups": settings.count("num_key_value_heads", null=heads),
+        "hidden": settings.count("intermediate_size"),
+        "vocabulary": settings.count("vocab_size"),
+        "tokens": min(length, settings.count("max_position_embeddings", length)),
+        "epsilon": settings.number("rms_norm_eps", 1e-6, or_zero=True),
+        "head_width": settings.count("head_dim", usual.get("head_dim"), null=0),
+        "score_width": optional("query_pre_attn_scalar"),
+        "score_cap": optional("attn_logit_softcapping"),
+        "logit_cap": optional("final_logit_softcapping"),
+        "tied": settings.flag("tie_word_embeddings", usual["tie_word_embeddings"]),
     }
     return {**KINDS[kind], **fields, **_spans(settings, usual), **_turns(settings, usual)}
 
@@ -85,15 +96,16 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
     A newer config.json lists the type of each block. An older one says that every nth block is
     global, or (Qwen) that all blocks after the first n are local.
     """
-    blocks = settings["num_hidden_layers"]
-    window = settings.get("sliding_window", usual.get("sliding_window"))
-    every = settings.get("sliding_window_pattern", settings.get("_sliding_window_pattern"))
-    first = settings.get("max_window_layers", blocks)
-    if not settings.get("use_sliding_window", "sliding_window" in usual) or window is None:
+    blocks = settings.count("num_hidden_layers")
+    window = settings.count("sliding_window", usual.get("sliding_window"), null=0)
+    every = settings.count("_sliding_window_pattern", null=usual.get("sliding_window_pattern", 0))
+    every = settings.count("sliding_window_pattern", null=every)
+    first = settings.count("max_window_layers", blocks, least=0)
+    if not settings.flag("use_sliding_window", "sliding_window" in usual) or not window:
         window, first = 0, blocks
     kinds = {"full_attention": "G", "sliding_attention": "L"}
-    listed = settings.get("layer_types")
-    if listed is not None:
+    if settings.get("layer_types") is not None:
+        listed = settings.listed("layer_types")
         unknown = sorted(set(map(str, listed)) - set(kinds))
         if unknown or len(listed) != blocks:
             kinds_known = " or ".join(kinds)
@@ -103,13 +115,12 @@ def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
             )
         spans = "".join(map(kinds.__getitem__, listed))
     elif "sliding_window_pattern" in usual:
-        period = every or usual["sliding_window_pattern"]
         numbers = range(1, blocks + 1)
-        spans = "".join("L" if i % period else "G" for i in numbers)
+        spans = "".join("L" if i % every else "G" for i in numbers)
     else:
         spans = ("G" * first + "L" * blocks)[:blocks]
     if "L" not in spans:
-        return {}
+        return {"spans": "", "window": 0}
     # Unlike a letter per block, a period stays valid if a user changes `blocks`.
     return {"spans": _period(spans), "window": window}
 
@@ -131,23 +142,29 @@ def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
 
     An older config.json has top-level keys instead of `rope_parameters`.
     """
-    local = settings.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
-    theta = settings.get("rope_theta", usual.get("rope_theta", 1e4))
-    of_all = settings.get("rope_parameters") or {}
+    local = settings.number("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
+    theta = settings.number("rope_theta", usual.get("rope_theta", 1e4))
+    of_all = settings.table("rope_parameters")
+    scaling = settings.table("rope_scaling")
     if "full_attention" in of_all:
-        parts = Settings(of_all, "rope_parameters of config.json")
-        local = _stretch(parts.get("sliding_attention") or {}, local, settings)["theta"]
-        of_all = parts["full_attention"]
+        where = "rope_parameters of config.json"
+        parts = Settings(of_all, where)
+        of_local = Settings(parts.table("sliding_attention"), f"sliding_attention in {where}")
+        # `stretch` does not change the angles of local blocks.
+        of_local.only("rope_type", "default")
+        of_local.only("type", "default")
+        local = _stretch(of_local, local, settings)["theta"]
+        of_all = parts.table("full_attention")
         parts.all_understood(())
-    turns = _stretch(of_all or settings.get("rope_scaling") or {}, theta, settings)
-    # If both keys exist, `rope_scaling` only repeats `rope_parameters`. This marks it as read.
-    settings.get("rope_scaling")
-    return turns | ({"local_theta": local} if local else {})
+    # If both keys exist, `rope_scaling` only repeats `rope_parameters`.
+    turns = _stretch(of_all or scaling, theta, settings)
+    return turns | {"local_theta": local}
 
 
 def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any]:
     """Reads the angles of rotation from one group of settings."""
-    rope = Settings(scaling, "config.json, in its RoPE settings,")
+    where = "config.json, in its RoPE settings,"
+    rope = Settings(scaling, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(
@@ -155,14 +172,23 @@ def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any
             "supported for models of this type"
         )
     rope.only("partial_rotary_factor", 1.0, None)
-    fields: dict[str, Any] = {"theta": rope.get("rope_theta", theta)}
-    if kind != "default":
-        fields["stretch"] = rope["factor"]
+    fields = {
+        "theta": rope.number("rope_theta", theta),
+        "stretch": 1.0 if kind == "default" else rope.number("factor"),
+        "stretch_low": 1.0,
+        "stretch_high": 4.0,
+        "stretch_from": 0,
+    }
     if kind == "llama3":
-        original = rope.get("original_max_position_embeddings")
-        fields["stretch_low"] = rope["low_freq_factor"]
-        fields["stretch_high"] = rope["high_freq_factor"]
-        fields["stretch_from"] = original or settings["max_position_embeddings"]
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if low >= high:
+            raise ValueError(
+                f"{where} has low_freq_factor {low} and high_freq_factor {high}: the second must "
+                "be larger"
+            )
+        original = rope.count("original_max_position_embeddings", null=0)
+        original = original or settings.count("max_position_embeddings")
+        fields |= {"stretch_low": low, "stretch_high": high, "stretch_from": original}
     rope.all_understood(())
     return fields
 

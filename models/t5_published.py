@@ -293,23 +293,24 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     settings.only("feed_forward_proj", "relu", "gated-gelu")
     settings.only("is_gated_act", gated)
     settings.only("dense_act_fn", "gelu_new" if gated else "relu")
-    settings.only("num_decoder_layers", settings["num_layers"], None)
+    blocks = settings.count("num_layers")
+    settings.only("num_decoder_layers", blocks, None)
     settings.only("is_encoder_decoder", True)
     settings.only("is_decoder", False)
     settings.only("tie_word_embeddings", True, False)
     settings.only("scale_decoder_outputs", tied, not tied)
     return {
-        "blocks": settings["num_layers"],
-        "width": settings["d_model"],
-        "heads": settings["num_heads"],
-        "vocabulary": settings["vocab_size"],
+        "blocks": blocks,
+        "width": settings.count("d_model"),
+        "heads": settings.count("num_heads"),
+        "vocabulary": settings.count("vocab_size"),
         "tokens": 128,
-        "head_width": settings["d_kv"],
-        "feed_forward": settings["d_ff"],
-        "buckets": settings.get("relative_attention_num_buckets", 32),
-        "distance": settings.get("relative_attention_max_distance", 128),
-        "epsilon": settings.get("layer_norm_epsilon", 1e-6),
-        "dropout": settings.get("dropout_rate", 0.1),
+        "head_width": settings.count("d_kv"),
+        "feed_forward": settings.count("d_ff"),
+        "buckets": settings.count("relative_attention_num_buckets", 32),
+        "distance": settings.count("relative_attention_max_distance", 128),
+        "epsilon": settings.number("layer_norm_epsilon", 1e-6, or_zero=True),
+        "dropout": settings.number("dropout_rate", 0.1, or_zero=True),
         "gated": gated,
         "tied": _HEAD not in folder.files or folder.repeats(_HEAD, _TABLE),
         "scaled": settings.get("scale_decoder_outputs", tied),

@@ -157,6 +157,16 @@ def test_whether_logits_are_scaled_is_told_apart_from_whose_head_it_is(
             {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
             r"layer_types .*: it must list 3 blocks, each as full_attention or sliding_attention",
         ),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 50.0},
+                    "sliding_attention": {"rope_type": "linear", "factor": 4.0},
+                }
+            },
+            "sliding_attention in rope_parameters of config.json has rope_type 'linear': only",
+        ),
         ("bert", {"is_decoder": True}, "is_decoder True: only False is supported"),
         (
             "bert",
