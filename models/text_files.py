@@ -49,7 +49,7 @@ def holds_conversations(file: Path) -> bool:
     """Tells whether the first line (.jsonl) or rows (.parquet) have `messages` and no `text`."""
     match file.suffix.lower():
         case ".jsonl":
-            lines = (line for line in read_text(file).split("\n") if line.strip())
+            lines = (line for line in lines_in(file) if line.strip())
             first = next(lines, "")
             try:
                 fields = json.loads(first)
@@ -67,14 +67,30 @@ def holds_conversations(file: Path) -> bool:
     return isinstance(fields, dict | list) and MESSAGES in fields and TEXT not in fields
 
 
-def read_text(file: Path) -> str:
-    """Reads a plain text.
+def lines_in(file: Path) -> list[str]:
+    """Returns the lines of a text, each of which ends at a line feed or at the end of the text.
+
+    Other characters that may end lines, such as a lone carriage return, are a part of a line.
 
     Raises:
         ValueError: the file cannot be read, or is not UTF-8.
     """
+    lines = _read(file).removesuffix("\n").split("\n")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def read_text(file: Path) -> str:
+    """Reads a plain text, in which all ends of lines become line feeds.
+
+    Raises:
+        ValueError: the file cannot be read, or is not UTF-8.
+    """
+    return _read(file).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"'{file}' is not UTF-8 text (byte {error.start}): convert it, e.g. with iconv -t "
@@ -88,7 +104,7 @@ def read_text(file: Path) -> str:
 
 def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
     # `splitlines` would also split at U+2028 and others, which JSON texts may hold unescaped.
-    for number, line in enumerate(read_text(file).split("\n"), 1):
+    for number, line in enumerate(lines_in(file), 1):
         if not line.strip():
             continue
         try:

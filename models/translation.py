@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from jvpipe.models.batches import fixed_batches, train_batches
 from jvpipe.models.catalogs import Pair, catalog_pairs
 from jvpipe.models.text import frequency_loss, halves
-from jvpipe.models.text_files import read_text
+from jvpipe.models.text_files import lines_in
 from jvpipe.models.tokens import SEP, cached, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
 
@@ -166,7 +166,7 @@ def _records(pairs: Pairs, tokenizer: Tokenizer, tokens: int) -> Records:
 
 
 def _read(source: Path, target: Path) -> list[Pair]:
-    left, right = (read_text(file).removesuffix("\n").split("\n") for file in (source, target))
+    left, right = lines_in(source), lines_in(target)
     if len(left) != len(right):
         longer, shorter = (source, target) if len(left) > len(right) else (target, source)
         line = min(len(left), len(right)) + 1

@@ -17,6 +17,7 @@ from jvpipe.runtime.state.checkpoints.background import Writer
 from jvpipe.runtime.state.checkpoints.generations import damage_of
 from jvpipe.runtime.state.checkpoints.held_folder import place_of
 from jvpipe.session.checkpoints import Snapshot, snapshot
+from jvpipe.session.evaluation import weighed
 from jvpipe.util.pattern import compare, maybe, number, whole_in
 from jvpipe.util.replaced_file import replace_text
 
@@ -88,18 +89,23 @@ def evaluations_before(job: Job) -> Evaluations:
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
-    """Returns the mean loss over the held-out batches; None if the data has no such batches.
+    """Returns the loss of all held-out batches together; None if the data has no such batches.
 
     Args:
         job: the run.
         state: the state to evaluate.
         watch: is notified before each batch, so that a long evaluation does not look like a hang.
     """
-    losses = []
+    total = weights = 0.0
     for batch in job.data.held_out:
         watch.progress("the evaluation")
-        losses.append(float(job.pipe.evaluate(state, batch)["loss"]))
-    return sum(losses) / len(losses) if losses else None
+        metrics, counted = weighed(job.pipe.session, state, batch)
+        if weight := float(counted):  # a batch without weight has no loss: its quotient is NaN
+            total += float(metrics["loss"]) * weight
+            weights += weight
+    if not job.data.held_out:
+        return None
+    return total / weights if weights else math.nan
 
 
 # A thread writes checkpoints while training continues. best.json names the best checkpoint.

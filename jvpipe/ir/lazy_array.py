@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvpipe.util.brief import brief
+
 
 class LazyArray(jax.ShapeDtypeStruct):
     """An array of known shape and type whose contents are not read yet, such as a tensor in a file.
@@ -37,26 +39,32 @@ class LazyArray(jax.ShapeDtypeStruct):
         super().__init__(tuple(shape), dtype)
         self._read, self._at = read, at
 
-    def __getitem__(self, i: int | slice) -> "LazyArray":
+    def __getitem__(self, i: Any) -> "LazyArray":
         """Returns the part at an index or a slice of the first axis, without reading it.
 
         Raises:
             IndexError: the index is out of bounds.
+            ValueError: the index is neither a whole number nor a slice with step 1.
         """
+        is_taken = i.step in (None, 1) if isinstance(i, slice) else isinstance(i, int | np.integer)
+        if not is_taken:
+            raise ValueError(
+                "the index of a jvpipe.LazyArray must be a whole number or a slice with step 1, "
+                f"not {brief(i)}: for any other part, index its array, np.asarray(lazy)"
+            )
         before, begin = self._at, 0
         # A slice comes last. An index of this array counts from where the slice starts.
         if before and isinstance(before[-1], slice):
             before, begin = before[:-1], before[-1].start
         # Whatever is selected, only indices are kept, so a chain of selections reads once.
         if isinstance(i, slice):
-            start, stop, step = i.indices(self.shape[0])
-            assert step == 1, "a slice of a lazy array has step 1"
+            start, stop, _ = i.indices(self.shape[0])
             shape = (max(0, stop - start), *self.shape[1:])
             part = slice(begin + start, begin + max(start, stop))
             return LazyArray(shape, self.dtype, self._read, *before, part)
         if not 0 <= i < self.shape[0]:
             raise IndexError(f"index {i} is out of bounds for an axis of size {self.shape[0]}")
-        return LazyArray(self.shape[1:], self.dtype, self._read, *before, begin + i)
+        return LazyArray(self.shape[1:], self.dtype, self._read, *before, begin + int(i))
 
     def astype(self, dtype: Any) -> "LazyArray":
         """Returns the array with another type, without reading it."""

@@ -255,6 +255,8 @@ def lower_evaluation(
 ) -> Lowered:
     """Lowers an evaluation: forwards without residuals, which leave the model state as it is.
 
+    It yields the metrics, then the sum of the weights if the loss has any.
+
     Args:
         graph: the layers.
         plan: the plan that says where the layers run.
@@ -289,7 +291,8 @@ def lower_evaluation(
             placer.enter(plan)
             _perform(placer, _losses(expander, layer, batch), slicing)
     rows = [row for block in placer.blocks for row in block.rows]
-    return _lowered(placer, rows, metrics_of(graph))
+    weights = [_weight(graph)] if graph.weighted else []
+    return _lowered(placer, rows, [*metrics_of(graph), *weights])
 
 
 def _perform(
@@ -368,13 +371,12 @@ def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operatio
         layer: the layer whose forward has just run.
         batch: the micro-batches of the step.
     """
-    weight = Value(
-        ValueKind.WEIGHT,
-        0,
-        expander.graph.loss_layer,
-        version=0,
-    )
-    return expander.losses(layer, batch, weight)
+    return expander.losses(layer, batch, _weight(expander.graph))
+
+
+def _weight(graph: LayerGraph) -> Value:
+    """Names the sum of the losses' weights."""
+    return Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=0)
 
 
 def _lowered(placer: Placer, rows: Sequence[Row], metrics: Sequence[Value]) -> Lowered:

@@ -71,6 +71,16 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
         MemoryLimitExceeded: an evaluation exceeds the limit.
         StageError: the evaluation failed; the state is unchanged.
     """
+    return weighed(session, state, batch, params)[0]
+
+
+def weighed(
+    session: Engine, state: State, batch: Tree, params: Sequence[Any] = ()
+) -> tuple[Metrics, Any]:
+    """Evaluates a batch like `evaluate`, and returns how much its loss counts among others.
+
+    This is the sum of its weights if the loss is `Weighted`, otherwise the number of its examples.
+    """
     compiled = session.compiled_plans.for_batch(batch)
     arrays = _newest_arrays(session, compiled, state)
     replaced = [x for x in compiled.persistent if params and x.owner is Owner.PARAMETER]
@@ -82,7 +92,11 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
                 names, arrays, ValueKind.PARAMETER, dict(enumerate(params)), consume=False
             )
         values = _forward(session, compiled, state, arrays, batch, state.words)
-    return session.metrics_of(compiled, session.readable(values))
+    metrics = session.readable(values)
+    if not compiled.graph.weighted:
+        return session.metrics_of(compiled, metrics), jax.tree.leaves(batch)[0].shape[0]
+    *metrics, weight = metrics
+    return session.metrics_of(compiled, metrics), weight
 
 
 def predict(session: Engine, state: State, batch: Tree, function: Function) -> Tree:

@@ -26,6 +26,7 @@ from tests.saved import load_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SKIPS, TIED = "three-readers,1f1b,recompute", "pre-norm,1f1b,keep,even,{}"
+WEIGHTED = "with-aux,1f1b,keep,even"
 NORMS = "resnet,gpipe,swap,even,,1.1+2.0"  # all layers move inside a step, and back between two
 VEE = "chained-keys,zb-v,swap"  # two stages on a device, backwards in halves
 STREAM = "one-hot,pipedream,swap,even,{},1.2"  # all layers move while it flows
@@ -94,9 +95,10 @@ def merged(what: str, told: Sequence[dict]) -> dict:
 def test_two_processes_have_the_bits_and_the_bytes_of_one(tmp_path: Path) -> None:
     """They save what one saves, and go on with what one saved."""
     by_one, by_two = saved_cases(tmp_path, "1"), saved_cases(tmp_path, "2")
-    ((skips, *saved),) = runs(1, SKIPS, *by_one)
-    first, *rest = zip(*runs(2, SKIPS, *by_one, *by_two), strict=True)
+    ((skips, weighted, *saved),) = runs(1, SKIPS, WEIGHTED, *by_one)
+    first, second, *rest = zip(*runs(2, SKIPS, WEIGHTED, *by_one, *by_two), strict=True)
     assert_as_one(skips, first, 0)
+    assert_as_one(weighted, second, 0)
     for whole, told in zip(saved * 2, rest, strict=True):
         assert_as_one(whole, told)
     for paths in zip(by_one, by_two, strict=True):

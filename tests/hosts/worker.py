@@ -29,6 +29,7 @@ from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.runtime.state import migrate
 from jvpipe.schedules import PipeDream
 from jvpipe.session import adapt, measuring, model_planner
+from jvpipe.session.evaluation import weighed
 from tests import sharded
 from tests.bits import MICRO, batches_of, digest
 from tests.runtime import test_model_change as models
@@ -393,8 +394,9 @@ def squares(params: Any, *_: Any) -> jax.Array:
 def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
     """What a state holds; the first process alone has its trees."""
     trees = {"parameters": pipe.params(state), "model state": pipe.model_state(state)}
+    metrics, weight = weighed(pipe.session, state, batch)
     told = {
-        "evaluated": float(pipe.evaluate(state, batch)["loss"]).hex(),
+        "evaluated": [float(metrics["loss"]).hex(), float(weight).hex()],
         "predicted": float(pipe.predict(state, batch, squares)).hex(),
     }
     return told | {

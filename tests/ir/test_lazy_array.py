@@ -58,8 +58,19 @@ def test_parts_are_read_alone() -> None:
     whole = np.arange(6.0).reshape(2, 3)
     lazy = LazyArray((2, 3), np.float64, lambda *at: whole[at])
     np.testing.assert_array_equal([np.asarray(row) for row in lazy], whole)
+    np.testing.assert_array_equal(lazy[np.int64(1)], whole[1])
     with pytest.raises(IndexError, match="index 2 is out of bounds for an axis of size 2"):
         lazy[2]
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [(..., "Ellipsis"), (slice(0, 4, 2), r"slice\(0, 4, 2\)"), ((0, 1), r"\(0, 1\)")],
+)
+def test_an_index_that_is_not_taken_is_refused(index: Any, told: str) -> None:
+    lazy = LazyArray((4, 3), np.float32, lambda *at: np.zeros((4, 3), np.float32)[at])
+    with pytest.raises(ValueError, match=f"a whole number or a slice with step 1, not {told}: "):
+        lazy[index]
 
 
 def test_what_is_read_is_to_be_what_was_said() -> None:

@@ -83,11 +83,11 @@ def test_data_that_cannot_be_used(
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, **_: object) -> str:
+    def refuse(self: Path, **_: object) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "a.txt").write_text(TEXT)
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match=r"cannot read '.*a\.txt' \(Permission denied\): check"):
         open_corpus(tmp_path)
 

@@ -36,6 +36,15 @@ def test_the_same_texts_from_every_kind_of_file(tmp_path: Path) -> None:
     ]
 
 
+def test_carriage_returns_end_lines_of_plain_texts_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert texts_in(tmp_path / "a.txt") == ["one\ntwo\nthree\n"]
+    (tmp_path / "a.jsonl").write_bytes(b'{"text":\r"one"}\r\n{"text": "two"}\r\n')
+    assert texts_in(tmp_path / "a.jsonl") == ["one", "two"]
+    (tmp_path / "b.jsonl").write_bytes(b'{"messages":\r[]}\r\n')
+    assert holds_conversations(tmp_path / "b.jsonl")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [

@@ -53,6 +53,16 @@ def test_valid_is_held_out(folder: Path) -> None:
     assert sorted(pairs.train) == sorted([*sentences(200), ("a device", "ein Rechner")])
 
 
+def test_lines_end_at_line_feeds_alone(folder: Path) -> None:
+    (folder / "train.en").write_bytes(b"a \r stage\r\na device\r\n")
+    (folder / "train.de").write_bytes(b"eine Stufe\nein\rRechner\n")
+    pairs = open_parallel(folder, "en-de")
+    assert sorted(pairs.train + pairs.held_out) == [
+        ("a device", "ein Rechner"),
+        ("a stage", "eine Stufe"),
+    ]
+
+
 def test_batches_say_what_is_read_and_what_is_written(folder: Path, tmp_path: Path) -> None:
     def opened(seed: int) -> Any:
         return open_translation(
