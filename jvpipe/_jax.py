@@ -62,8 +62,7 @@ def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
     source = eqn.source_info
     if outer is None:
         return source
-    name_stack = outer.name_stack + source.name_stack
-    return outer.replace(name_stack=name_stack)
+    return outer.replace(name_stack=outer.name_stack + source.name_stack)
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -87,24 +86,19 @@ def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
     The innermost function comes first.
     """
     traceback = eqn.source_info.traceback
-    if traceback is None:
-        return []
-    return [(frame.file_name, frame.function_name) for frame in traceback.frames]
+    frames = () if traceback is None else traceback.frames
+    return [(frame.file_name, frame.function_name) for frame in frames]
 
 
-def scan_operands(
-    eqn: JaxprEqn,
-    values: Sequence[Any],
-) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Splits values, one for each operand of a `scan`, into constants, carry and scanned arrays."""
     if "ft_in" in eqn.params:  # JAX 0.11
         consts, carry, xs = eqn.params["ft_in"].update(values).unpack()
         return list(consts), list(carry), list(xs)
     first_carry = eqn.params["num_consts"]
     first_x = first_carry + eqn.params["num_carry"]
-    consts = values[:first_carry]
-    carry = values[first_carry:first_x]
-    return list(consts), list(carry), list(values[first_x:])
+    parts = values[:first_carry], values[first_carry:first_x], values[first_x:]
+    return list(parts[0]), list(parts[1]), list(parts[2])
 
 
 def aval(atom: Atom) -> ShapedArray:
@@ -150,14 +144,12 @@ def _outlined() -> Any:
 
     def elsewhere(context: Any, *values: Any, jaxpr: ClosedJaxpr) -> Any:
         rule = inside if _is_spread(context) else laid
-        lower = mlir.lower_fun(rule, multiple_results=True)
-        return lower(context, *values, jaxpr=jaxpr)
+        return mlir.lower_fun(rule, multiple_results=True)(context, *values, jaxpr=jaxpr)
 
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
         # Metadata that is set on the results applies to the call that makes them.
-        marked = set_xla_metadata(results, inlineable="false")
-        return cast(list[Any], marked)
+        return cast(list[Any], set_xla_metadata(results, inlineable="false"))
 
     primitive = _core.Primitive("outlined")
     primitive.multiple_results = True
@@ -170,23 +162,16 @@ def _outlined() -> Any:
 
 
 def lowered(jitted: Any, inputs: Sequence[Any], platform: str | None = None) -> Any:
-    """Lowers a jitted function; a quotient rounds in the same way in all programs that compute it.
+    """Lowers a jitted function for a platform; without one, for that of its inputs.
 
     To divide an array by a scalar, XLA multiplies by the scalar's reciprocal, but only if nothing
-    else reads the scalar. So a program that also divides another array by this scalar would round
-    differently. Here each division gets its scalar through a barrier of its own, which has no other
-    reader.
-
-    Args:
-        jitted: the function.
-        inputs: the shapes of its arguments.
-        platform: the platform to lower for; None means the inputs' own.
+    else reads the scalar. A program that also divides another array by it would round differently.
+    So here each division gets its scalar through a barrier of its own, which has no other reader.
     """
-    rules = ((jax.lax.div_p, _divided),)
-    return jitted.trace(*inputs).lower(
-        lowering_platforms=None if platform is None else (platform,),
-        _private_parameters=mlir.LoweringParameters(override_lowering_rules=rules),
-    )
+    parameters = mlir.LoweringParameters(override_lowering_rules=((jax.lax.div_p, _divided),))
+    platforms = None if platform is None else (platform,)
+    lower = jitted.trace(*inputs).lower
+    return lower(lowering_platforms=platforms, _private_parameters=parameters)
 
 
 def _divided(context: Any, x: Any, y: Any) -> Any:
@@ -317,13 +302,12 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
         return copy
     put = _put_host
     sharding = sharding_on(device)
-    devices = [device]
 
     def run(x: jax.Array) -> jax.Array:
         if is_plain(x.dtype) and cast(Any, x).is_ready():
             # jaxlib may still read `words` when `x` has been freed, so `words` is a copy.
             words = np.array(x)
-            return put(x.aval, sharding, [words], devices, force_copy=True)
+            return put(x.aval, sharding, [words], [device], force_copy=True)
         return copy(x)
 
     return run
@@ -346,28 +330,21 @@ def feeder(
         return lambda x: jax.device_put(x, sharding, may_alias=False)
     put = _put_host
     copy = copier(device)
-    devices = [device]
 
     def run(x: np.ndarray | jax.Array) -> jax.Array:
         if not isinstance(x, np.ndarray):
             return copy(x)
-        aval = _shaped(x.shape, x.dtype)
-        return put(aval, sharding, [x], devices, force_copy=True)
+        return put(_shaped(x.shape, x.dtype), sharding, [x], [device], force_copy=True)
 
     return run
 
 
 def transfer_server(address: str) -> Any:
     """Returns a server at this host's `address`, from which other processes pull arrays."""
-    client = cast(Any, jax.local_devices()[0]).client
     any_port = f"{address}:0"
-    return transfer.start_transfer_server(
-        client,
-        any_port,
-        [any_port],
-        max_num_parallel_copies=8,
-        transfer_size=1 << 20,
-    )
+    client = cast(Any, jax.local_devices()[0]).client
+    sizes = {"max_num_parallel_copies": 8, "transfer_size": 1 << 20}
+    return transfer.start_transfer_server(client, any_port, [any_port], **sizes)
 
 
 def own_address() -> str:
@@ -439,8 +416,7 @@ def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     except jax.errors.JaxRuntimeError as refusal:
         if _NO_TILES not in str(refusal):
             raise
-        by_library = flags | {"xla_gpu_enable_triton_gemm": False}
-        return _compiled_sizes(text, device, by_library)
+        return _compiled_sizes(text, device, flags | {"xla_gpu_enable_triton_gemm": False})
 
 
 def _compiled_sizes(
@@ -450,8 +426,7 @@ def _compiled_sizes(
 ) -> tuple[str, tuple[int, ...]]:
     """Compiles a program with the given compiler options; the result is as in `compiled_sizes`."""
     options = _jaxlib.CompileOptions()
-    options.num_replicas = 1
-    options.num_partitions = 1
+    options.num_replicas = options.num_partitions = 1
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
     options.env_option_overrides = list(flags.items())

@@ -29,7 +29,7 @@ ALIKE = {
     ("runtime/state/model_change:ModelChange", "runtime/state/plan_change:PlanChange"),
 }
 """Those that are alike today. No pair comes in, and one that is alike no more goes out."""
-DEFINED = "option("
+DEFINED = ("option(", "flag_option(")
 """What a field says that defines an option: its name is that of what the option becomes, whoever
 holds it.
 """

@@ -95,8 +95,8 @@ def _reason(
     slowest_s = max(now_s)
     if longer_s > slowest_s:
         kind = "device" if several else "stage"
-        most = f"the slowest {kind}'s {1e3 * slowest_s:.2f} ms"
-        return f"{head}{who} {would} with it, more than {most}"
+        slowest = f"the slowest {kind}'s {1e3 * slowest_s:.2f} ms"
+        return f"{head}{who} {would} with it, more than {slowest}"
     slower_s = max(now_s[place], now_s[next_place])
     if longer_s > slower_s:
         now = f"now {1e3 * slower_s:.2f} ms"

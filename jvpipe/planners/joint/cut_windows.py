@@ -137,9 +137,9 @@ class Reach:
         for s in range(self.pricing.segments.problem.stages):
             pricing = self.pricing.at(s)
             offers = pricing.offers(s, slice(None))
-            held = np.where(offers.there, offers.held_bytes, np.inf).min(1)
+            fewest = np.where(offers.there, offers.held_bytes, np.inf).min(1)
             # Segments with a layer that has no possible choice are excluded by `least_bytes`.
-            layers = np.where(np.isfinite(held), held, 0.0)
+            layers = np.where(np.isfinite(fewest), fewest, 0.0)
             every.append(sums(layers) + pricing.segments.static_bytes(s))
         return every
 

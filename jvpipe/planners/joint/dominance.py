@@ -126,14 +126,14 @@ class Growth:
         self.at = np.concatenate([np.arange(i, j) for _, i, j in lot.cells])
         self.columns = list[Columns]()
         given = []
-        held = []
+        held_bytes = []
         for (_, i, j), flights in zip(lot.cells, zip(*lot.moments, strict=True), strict=True):
             columns = table.min_bytes_columns(flights) if by_bytes else table.every
             self.columns += columns[i:j]
             given.append(pricing.segments.given(i)[i:j])
-            held.append([table.held_bytes(flight, slice(i, j)) for flight in flights])
+            held_bytes.append([table.held_bytes(flight, slice(i, j)) for flight in flights])
         self.given = np.concatenate(given)
-        self.held = np.concatenate(held, axis=1)
+        self.held = np.concatenate(held_bytes, axis=1)
         self.ahead = look_ahead(
             table,
             self.at,

@@ -50,7 +50,7 @@ def floor(
         keeps: whether only plans that keep everything are tried.
     """
     few = len(problem.costs.layers) <= LIMIT.every_cut_layers
-    most = LIMIT.plans_of_few if few else LIMIT.plans
+    plans = LIMIT.plans_of_few if few else LIMIT.plans
     seen = set[Decision]()
     lowest = Floor(Decision((), ()), (2**63,))
 
@@ -63,7 +63,7 @@ def floor(
                 before.
         """
         nonlocal lowest
-        while lowest.bytes > enough_bytes and len(seen) < most:
+        while lowest.bytes > enough_bytes and len(seen) < plans:
             decision = next(decisions, None)
             if decision is None:
                 break

@@ -27,7 +27,7 @@ class KeptBytes:
     """The bytes that segments hold of one micro-batch if all is kept; the same for every stage.
 
     Attributes:
-        own: the bytes that are held once all forwards of the segment have run, but for the values
+        own: the bytes that are held once all forwards of the segment have run, except the values
             that several layers read.
         kept: the same bytes with these values.
         beyond: the most bytes that are held while a layer runs, minus `kept`.

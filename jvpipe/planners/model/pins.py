@@ -109,10 +109,10 @@ class Pins:
                 f"replicas {self.replicas} take {sum(self.replicas)} devices, "
                 f"there are {devices}: use fewer replicas, or more devices"
             )
-        most = min(devices, layers)
-        if (self.count or 1) > most:
+        places = min(devices, layers)
+        if (self.count or 1) > places:
             raise ValueError(
-                f"{self.count} stages: there can be 1 to {most}, "
+                f"{self.count} stages: there can be 1 to {places}, "
                 f"for {devices} devices and {layers} layers"
             )
         if self.cuts is not None and sum(self.cuts) != layers:

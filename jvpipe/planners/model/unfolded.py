@@ -52,8 +52,7 @@ def unfolded(problem: Problem) -> Problem:
     groups: tuple[Group, ...] = ()
     # Devices that are alike need no groups, unless the links between them differ.
     if problem.groups or any(link != problem.peer for link in links):
-        each = enumerate(links)
-        groups = tuple(replace(problem.group(s), receives=link) for s, link in each)
+        groups = tuple(replace(problem.group(s), receives=link) for s, link in enumerate(links))
     costs = replace(problem.costs, together=problem.together)
     lists = UnfoldedLists(problem.schedule)
     schedule = Schedule(name=f"{problem.schedule.name}, unfolded", lists=lists)
