@@ -74,7 +74,8 @@ class ArchitectureSearch:
             The new state, the metrics of the step, and the architecture that was trained.
         """
         batches, candidate = iter(batches), self.first
-        with ThreadPoolExecutor(1) as background:
+        background = ThreadPoolExecutor(1)
+        try:
             for done in range(0, num_steps, self.steps):
                 count, ahead, losses = min(self.steps, num_steps - done), None, []
                 if done + count < num_steps:
@@ -89,6 +90,9 @@ class ArchitectureSearch:
                 if ahead is not None:
                     candidate = ahead.result()
                     state = pipe.update_model(state, candidate.loss_fn, candidate.params)
+        finally:
+            # A caller that stops early does not wait for an architecture that it will not train.
+            background.shutdown(wait=False, cancel_futures=True)
 
     def _prepared(self, pipe: Pipeline, architecture: Architecture) -> Candidate:
         with beside_training():

@@ -199,6 +199,13 @@ class LayerGraph:
         return Value(ValueKind.PARAMETER, p, version=NEVER if is_frozen else version)
 
     @property
+    def weight_type(self) -> str:
+        """The type of the sum of the weights of a `Weighted` loss: that of the loss, or float32 if
+        the loss has fewer bits.
+        """
+        return "float64" if self.loss_bytes == 8 else "float32"
+
+    @property
     def loss_layer(self) -> int:
         """The layer that makes the loss."""
         return next(layer.id for layer in self.layers if Ref(ValueKind.LOSS, 0) in layer.writes)

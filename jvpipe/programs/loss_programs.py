@@ -79,7 +79,7 @@ def loss_program(
         # the loss does not depend on which micro-batch has which examples.
         if graph.weighted:
             weight = added_weights(losses[1])
-            out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
+            out = [loss / weight.astype(loss.dtype), weight.astype(graph.weight_type)]
         else:
             out = [loss / np.asarray(microbatches, loss.dtype)]
         for group, members in enumerate(graph.aux_groups):

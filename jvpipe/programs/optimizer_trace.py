@@ -60,6 +60,7 @@ def trace_optimizer(
     microbatches: int | None,
     *,
     grad_norm: bool,
+    weight_type: str = "float32",
     frozen: Collection[int] = (),
 ) -> TracedOptimizer:
     """Traces an optimizer for the shapes of `params`, without computing any array.
@@ -69,15 +70,16 @@ def trace_optimizer(
         params: arrays or `ShapeDtypeStruct`.
         readers: the number of gradient accumulators of each leaf, which are added up.
         microbatches: the number by which the sums are divided. If it is None, the update takes the
-            divisor as an input, a float32 scalar.
+            divisor as an input, a scalar.
         grad_norm: whether the update also returns the norm of the gradients.
+        weight_type: the type of a divisor that is an input.
         frozen: parameters that the optimizer does not see; it gets optax's `MaskedNode` in their
             place.
     """
     view = _View.of(optimizer, params, frozen)
     leaves = view.leaves
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
-    weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
+    weight = None if microbatches is not None else jax.ShapeDtypeStruct((), weight_type)
 
     def update(*arguments: Any) -> tuple[list[Any], Tree, Any]:
         sums, weight, values, state = arguments

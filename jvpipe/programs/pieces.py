@@ -58,7 +58,7 @@ class Slot:
     | kind | index | source | the array |
     |---|---|---|---|
     | gradient | leaf | reader | the sum over micro-batches of the gradients in reader `source` |
-    | weight | | | the sum of the losses' weights, a float32 scalar |
+    | weight | | | the sum of the losses' weights, a scalar |
     | parameter, state | leaf | | a leaf of the parameters or of the optimizer's state |
     | kept | number | layer | a costly value that a layer needs again in a later phase |
     | partial | phase | layer | a vector of values that a layer sends the global program |

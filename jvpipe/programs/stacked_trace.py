@@ -42,6 +42,7 @@ def trace_stacked(
     *,
     grad_norm: bool,
     stacks: Stacks | None,
+    weight_type: str = "float32",
     frozen: Collection[int] = (),
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks, to run on their slices; without stacks, over `params`.
@@ -55,6 +56,7 @@ def trace_stacked(
         microbatches: the number by which the sums are divided; None if the divisor is an input.
         grad_norm: whether the update also returns the norm of the gradients.
         stacks: which leaves form stacks that the optimizer sees; None if it sees the slices.
+        weight_type: the type of a divisor that is an input.
         frozen: leaves of `params` that the optimizer does not see; all slices of a stack, or none.
     """
     trace = partial(_trace_stacks, stacks=stacks) if stacks else trace_optimizer
@@ -64,6 +66,7 @@ def trace_stacked(
         readers,
         microbatches,
         grad_norm=grad_norm,
+        weight_type=weight_type,
         frozen=frozen,
     )
     return without_frozen(traced, readers)
@@ -77,6 +80,7 @@ def _trace_stacks(
     *,
     stacks: Stacks,
     grad_norm: bool,
+    weight_type: str,
     frozen: Collection[int],
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks; `trace_stacked` explains the arguments."""
@@ -87,7 +91,7 @@ def _trace_stacks(
     on_slices = _OnSlices(core, parameters, first).settled(leaves)
     state, shapes = on_slices.state, on_slices.shapes
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
-    weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
+    weight = None if microbatches is not None else jax.ShapeDtypeStruct((), weight_type)
 
     def update(
         sums: list[list[Any]],
@@ -99,8 +103,7 @@ def _trace_stacks(
 
         Args:
             sums: for each slice of a parameter, its gradient accumulators: one for each reader.
-            weight: the float32 scalar that divides the sums; None if it is a number of
-                micro-batches.
+            weight: the scalar that divides the sums; None if it is a number of micro-batches.
             params: the slices of the parameters.
             moments: the slices of the optimizer's state.
         """

@@ -21,7 +21,6 @@ from jvpipe.programs.store import Program, added_weights, types_of
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 COUNT = jax.ShapeDtypeStruct((), jnp.int32)
-TOTAL = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def shifted(shapes: Shapes, factor: int) -> Program:
@@ -113,11 +112,11 @@ def settled(
     return Program(key, run, inputs, in_place)
 
 
-def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
-    """Returns the program that adds up the losses' weights in their order, as a float32 scalar."""
+def total(shape: jax.ShapeDtypeStruct, count: int, dtype: str = "float32") -> Program:
+    """Returns the program that adds up the losses' weights in their order, as a scalar of a type."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        return [added_weights(values).astype(jnp.float32)]
+        return [added_weights(values).astype(dtype)]
 
-    key = "total", count, types_of([shape])
+    key = "total", count, types_of([shape]), dtype
     return Program(key, run, (shape,) * count)

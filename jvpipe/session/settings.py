@@ -256,8 +256,8 @@ class OptimizerCutter:
             schedule: says how many micro-batches an update has.
         """
         owners = tuple(p.owner for p in graph.parameters)
-        readers, microbatches = self._sums(graph, schedule)
-        key = owners, readers, microbatches
+        sums = readers, microbatches, _ = self._sums(graph, schedule)
+        key = owners, *sums
         if key not in self._cuts:
             with phase("tracing and cutting the optimizer"):
                 cut = cut_optimizer(
@@ -267,7 +267,7 @@ class OptimizerCutter:
                     readers,
                     microbatches=microbatches,
                     grad_norm=self.settings.grad_norm,
-                    traced=self._trace(readers, microbatches),
+                    traced=self._trace(*sums),
                     stacks=self._seen,
                 )
                 # A parameter's optimizer state is sharded like the parameter.
@@ -304,22 +304,27 @@ class OptimizerCutter:
             lines += [f"{name}: {line}" for line in jaxpr_lines(closed.jaxpr, closed.consts)]
         return lines
 
-    def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
-        """Returns the number of summed gradients of each parameter, and the divisor of the sums.
+    def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None, str]:
+        """Returns the number of summed gradients of each parameter, their divisor, and its type.
 
         The divisor is the number of micro-batches per update. It is None if the loss is a
         `Weighted`, because the sum of the weights is then the divisor.
         """
         readers = tuple(len(p.readers) for p in graph.parameters)
-        return readers, None if graph.weighted else schedule.period(self.settings.microbatches)
+        divisor = None if graph.weighted else schedule.period(self.settings.microbatches)
+        return readers, divisor, graph.weight_type
 
-    def _trace(self, readers: _Readers, microbatches: int | None) -> TracedOptimizer:
-        key = readers, microbatches
+    def _trace(
+        self, readers: _Readers, microbatches: int | None, weight_type: str
+    ) -> TracedOptimizer:
+        key = readers, microbatches, weight_type
         if key not in self._traced:
             self._traced[key] = trace_stacked(
                 self.settings.optimizer,
                 abstract(self.params),
-                *key,
+                readers,
+                microbatches,
+                weight_type=weight_type,
                 grad_norm=self.settings.grad_norm,
                 stacks=self._seen,
                 frozen=self.frozen,

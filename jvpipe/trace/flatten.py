@@ -8,6 +8,7 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr
 from jvpipe.trace.inline import inlined
+from jvpipe.trace.width import check_width
 
 # Calls that are replaced by the equations of their bodies: the name of each primitive, with the
 # name of the parameter that has the body. `jax.checkpoint` ("checkpoint", "remat", "remat2") is
@@ -44,7 +45,7 @@ def flatten(
 
     Raises:
         ValueError: the function closes over a tracer, a value of an earlier trace, or over a
-            mutable array.
+            mutable array; or it is to be differentiated, but cannot be (`check_width`).
 
     >>> import jax, jax.numpy as jnp
     >>> closed = flatten(jax.jit(lambda x: jax.jit(jnp.sin)(x) + 1.0), 1.0)
@@ -65,4 +66,6 @@ def flatten(
                 f"the loss closes over a mutable array (jax.new_ref), {jax.typeof(x)}: carry its "
                 "value as model state, with has_state=True"
             )
+    if keep_rules:
+        check_width(traced, calls)
     return inlined(traced, calls)

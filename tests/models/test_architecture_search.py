@@ -3,6 +3,7 @@ nothing is lost.
 """
 
 from itertools import groupby
+from threading import Event
 from typing import Any
 
 import jax
@@ -96,6 +97,29 @@ def test_the_last_architecture_counts_for_whoever_stops_at_the_last_step() -> No
 def test_a_stream_seen_before_compiles_nothing() -> None:
     searched(2)
     assert compiled_in(lambda: searched(2)) == 0
+
+
+def test_whoever_stops_early_does_not_wait_for_the_next_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, released, ended = Event(), Event(), Event()
+
+    def precompile(*arguments: Any) -> None:
+        begun.set()
+        released.wait(10)
+        ended.set()
+
+    monkeypatch.setattr(jvpipe.Pipeline, "precompile", precompile)
+    search = ArchitectureSearch(SUPERNET, seed=3, steps=2)
+    pipe = jvpipe.Pipeline(search.first.loss_fn, optax.adam(1e-2), 1, 2, planner="even")
+    state = pipe.init(search.first.params, next(batches()), None)
+    stream: Any = search.run(pipe, state, batches(), 4)
+    next(stream)
+    assert begun.wait(10)
+    stream.close()
+    assert not ended.is_set()
+    released.set()
+    assert ended.wait(10)
 
 
 @pytest.mark.thorough

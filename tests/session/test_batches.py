@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jvpipe
 from jvpipe.runtime.engine.feeds import feeds_of
 from jvpipe.trace.batches import micro_batch_shapes, shapes_of
 from tests.session.test_arguments import PARAMS, D, loss_fn, losses, narrow, pipeline, wide
@@ -91,6 +93,46 @@ def test_64_bits_stay_where_jax_runs_with_them() -> None:
         for new, w, g in zip(pipe.params(state), params, gradients, strict=True):
             assert new.dtype == np.float64
             np.testing.assert_allclose(new, w - 0.1 * g, rtol=1e-12)
+
+
+def scanned(params: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0]
+
+
+def chained(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize("model", [chained, scanned])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_weights_of_a_loss_of_64_bits_have_64_bits(model: Any, schedule: str) -> None:
+    def loss(params: Any, batch: Any, rng: Any) -> jvpipe.Weighted:
+        x, mask = batch
+        squares = jnp.square(model(params, x)).sum(1)
+        return jvpipe.Weighted((squares * mask).sum(), mask.sum())
+
+    def whole(params: Any, batch: Any) -> jax.Array:
+        total, weight = loss(params, batch, None)
+        return total / weight
+
+    draw = np.random.default_rng(0)
+    params = draw.normal(0, 0.5, (2, D, D))
+    params = params if model is scanned else list(params)
+    with jax.enable_x64(True):
+        batch = draw.normal(size=(8, D)), draw.random(8)
+        microbatches = 2 if schedule == "1f1b" else 1
+        pipe = jvpipe.Pipeline(loss, optax.sgd(0.1), 1, microbatches, schedule)
+        state, metrics = pipe.step(pipe.init(params, batch, None), batch)
+        expected, gradients = jax.value_and_grad(whole)(params, batch)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-12)
+        wanted = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+        for new, w in zip(
+            jax.tree.leaves(pipe.params(state)), jax.tree.leaves(wanted), strict=True
+        ):
+            assert new.dtype == np.float64
+            np.testing.assert_allclose(new, w, rtol=1e-12)
 
 
 @pytest.mark.parametrize("planner", ["even", "jvpipe"])

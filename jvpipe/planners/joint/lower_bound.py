@@ -97,7 +97,8 @@ def _of_any_order(problem: Problem) -> float:
         halves_s = split.input_s + split.weight_s if split else np.inf
         layers_s.append(layer.forward_s + min(layer.backward_s, halves_s))
     work_s = problem.microbatches * sum(layers_s)
-    if problem.groups:  # unlike devices share the work in proportion to their best speeds
+    # Unlike devices share the work, if there is any, in proportion to their best speeds.
+    if problem.groups and work_s:
         segments = Segments(problem)
         return work_s * segments.share_s / float(segments.compute_s[-1])
     begins_s = accumulate(layer.forward_s for layer in layers[: problem.devices - 1])

@@ -142,8 +142,11 @@ class Segments:
         most 1 / r of work per second. In the best case, all stages take equally long. So the
         bound is the work of all layers, divided by the sum of the rates 1 / r.
         """
+        work_s = float(self.compute_s[-1])
         if not self.problem.groups:
-            return float(self.compute_s[-1]) / self.problem.stages
+            return work_s / self.problem.stages
+        if not work_s:
+            return 0.0
         each_s = np.diff(self.compute_s)
         there = each_s > 0
         rates = 0.0
@@ -151,7 +154,7 @@ class Segments:
             stage_s = np.diff(self.compute_of(s))
             ratios = stage_s[there] / each_s[there]
             rates += 1 / max(float(ratios.min(initial=np.inf)), 1e-300)
-        return float(self.compute_s[-1]) / rates
+        return work_s / rates
 
     @cached_property
     def cuts(self) -> Cuts:

@@ -132,7 +132,7 @@ class RowPrograms:
                 return self._settle_program(row, written)
             case Kind.WEIGHT:
                 return weight_programs.total(
-                    self.traced.loss_shapes[1], _operand(row, SumRun).count
+                    self.traced.loss_shapes[1], _operand(row, SumRun).count, self.graph.weight_type
                 )
             case Kind.LOSS:
                 return self._loss_program(read)

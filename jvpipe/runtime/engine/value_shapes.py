@@ -68,5 +68,5 @@ def value_shape(
     if value.kind is ValueKind.LOSS:
         return traced.loss_shapes[value.index]
     if value.kind is ValueKind.WEIGHT:
-        return weight_programs.TOTAL
+        return jax.ShapeDtypeStruct((), traced.graph.weight_type)
     return weight_programs.COUNT if value.kind in (ValueKind.UPDATES, ValueKind.MARK) else None

@@ -302,7 +302,7 @@ class Replay:
         total: list[Any] = []
         if self._graph.weighted:
             shape = self._compiled.traced.loss_shapes[1]
-            program = weight_programs.total(shape, len(self._weights))
+            program = weight_programs.total(shape, len(self._weights), self._graph.weight_type)
             total = self._run(program, self._weights)
         before: dict[int, dict[int, int]] = {}  # by layer: the versions at the start of the update
         values: dict[Slot, Any] = {}

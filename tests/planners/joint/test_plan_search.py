@@ -300,6 +300,16 @@ def test_when_nothing_fits_it_says_by_how_much() -> None:
         jvpipe(replace(problem, memory_limit_bytes=smallest - 1))
 
 
+def test_a_model_of_many_layers_that_fits_nowhere_is_told_the_smallest_limit() -> None:
+    """The windows of so many layers are thinned, but the last stage must end the model."""
+    layer = LayerCost("a", 1.0, 2.0, (Option(0),), parameter_bytes=10)
+    costs = Costs((layer,) * 1300)
+    problem = Problem(costs, 3, find_schedule("1f1b"), 4, memory_limit_bytes=4000)
+    with pytest.raises(Infeasible) as raised:
+        jvpipe(problem)
+    assert raised.value.smallest_limit_bytes == 4340
+
+
 def test_the_host_limit_is_kept() -> None:
     problem = replace(limited(chain(8, 2, "gpipe", 6, 2), 0.6), host=Link(2e3))
     unlimited = evaluate_decision(problem, jvpipe(problem))
