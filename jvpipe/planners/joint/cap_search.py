@@ -36,7 +36,7 @@ How hard to search may be changed (`Effort` in `segment_table.py`). With less ef
 not be the best, but its lower bound stays valid.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -195,14 +195,8 @@ def search(problem: Problem, table: Table) -> Solution:
     best_s = np.inf
     bound_s = 0.0
     left_s = np.inf  # no path that was left out of the boxes takes less
-    least, near = _first_box(problem, table)
-    sum_s, _ = Objective(problem, table.stages).shortest(())
-    push(_step_s(problem, sum_s, least), (least, near))
-    # In each of the other boxes, one phase is over its cap, and the phases before it are not.
-    for phase, cap in enumerate(near):
-        low = with_entry(least, phase, cap)
-        high = near[:phase] + (np.inf,) * (len(near) - phase)
-        push(_step_s(problem, sum_s, low), (low, high))
+    for begin_s, box in _first_boxes(problem, table):
+        push(begin_s, box)
     # Boxes are opened, least bound first, until none can hold a better path or effort runs out.
     while boxes and boxes[0][0] < best_s * (1 - effort.tolerance):
         if paths and table.layers > effort.layers:
@@ -248,7 +242,21 @@ def search(problem: Problem, table: Table) -> Solution:
     return Solution(best_first, best_s, min(bound_s, best_s), table)
 
 
-def _first_box(problem: Problem, table: Table) -> Box:
+def _first_boxes(problem: Problem, table: Table) -> Iterator[tuple[float, Box]]:
+    """Yields boxes of all paths, and their lower bounds; the first has the least caps.
+
+    In each of the other boxes, one phase is over its cap, and the phases before it are not.
+    """
+    least, near = _near_caps(problem, table)
+    sum_s, _ = Objective(problem, table.stages).shortest(())
+    yield _step_s(problem, sum_s, least), (least, near)
+    for phase, cap in enumerate(near):
+        low = with_entry(least, phase, cap)
+        high = near[:phase] + (np.inf,) * (len(near) - phase)
+        yield _step_s(problem, sum_s, low), (low, high)
+
+
+def _near_caps(problem: Problem, table: Table) -> Box:
     """Finds nearly the least cap of each phase, and caps just above that some path keeps.
 
     All cells of a path under these caps get prices, which raise the bounds of other cells, too.
