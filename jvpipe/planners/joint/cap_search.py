@@ -184,19 +184,13 @@ def search(problem: Problem, table: Table) -> Solution:
     with the low caps as maxima. No path of the box has a smaller sum or smaller maxima.
     """
     effort = table.effort
-    boxes = list[tuple[float, int, Box]]()
     ticks = count()
-
-    def push(bound_s: float, box: Box) -> None:
-        # Boxes with equal bounds are opened in the order in which they were added.
-        heappush(boxes, (bound_s, next(ticks), box))
-
+    # Boxes with equal bounds are opened in the order in which they were added.
+    boxes = sorted((begin_s, next(ticks), box) for begin_s, box in _first_boxes(problem, table))
     paths = dict[Path, float]()
     best_s = np.inf
     bound_s = 0.0
     left_s = np.inf  # no path that was left out of the boxes takes less
-    for begin_s, box in _first_boxes(problem, table):
-        push(begin_s, box)
     # Boxes are opened, least bound first, until none can hold a better path or effort runs out.
     while boxes and boxes[0][0] < best_s * (1 - effort.tolerance):
         if paths and table.layers > effort.layers:
@@ -212,26 +206,25 @@ def search(problem: Problem, table: Table) -> Solution:
         # The seconds of open cells are only lower bounds. The path's open cells are refined,
         # and the box is pushed again, because another path may now be the shortest. This ends,
         # because a cell is refined at most twice.
+        inside = [box]
         opened = table.open_cells(path)
         if opened:
             table.refine(opened)
-        if table.open_cells(path):
-            push(max(_step_s(problem, total_s, low), expected_s), box)
-            continue
-        met = Objective(problem, table.along(path))
-        step_s = met.step_s
-        if np.isfinite(step_s):
-            paths[path] = step_s
-        best_s = min(best_s, step_s)
-        # The path has the least sum of its box, or nearly so. So a better path of the box has a
-        # smaller maximum in some phase.
-        sum_s, _ = met.shortest(())
-        if sum_s <= total_s * (1 + effort.tolerance):
-            left_s = min(left_s, _step_s(problem, total_s, met.maxima))
-            for below, above in _rest(low, high, met.maxima):
-                push(_step_s(problem, total_s, below), (below, above))
-        else:
-            push(max(_step_s(problem, total_s, low), expected_s), box)
+        if not table.open_cells(path):
+            met = Objective(problem, table.along(path))
+            step_s = met.step_s
+            if np.isfinite(step_s):
+                paths[path] = step_s
+            best_s = min(best_s, step_s)
+            # If the path has the least sum of its box, or nearly so, then a better path of the box
+            # has a smaller maximum in some phase.
+            sum_s, _ = met.shortest(())
+            if sum_s <= total_s * (1 + effort.tolerance):
+                left_s = min(left_s, _step_s(problem, total_s, met.maxima))
+                inside = _rest(low, high, met.maxima)
+        for part in inside:
+            part_s = _step_s(problem, total_s, part[0])
+            heappush(boxes, (max(part_s, expected_s), next(ticks), part))
     if table.proven:
         bound_s = min(left_s, boxes[0][0]) if boxes else left_s
     else:
@@ -265,7 +258,8 @@ def _near_caps(problem: Problem, table: Table) -> Box:
     """
     while True:
         objective = Objective(problem, table.stages)
-        least = objective.maxima
+        near = least = objective.maxima
+        places = None
         # No path may keep the least caps of two phases at once, so larger ones are tried, too.
         for factor in CUTS.near_caps:
             near = tuple(factor * cap * (1 + table.effort.tolerance) for cap in least)
