@@ -60,7 +60,7 @@ def _works(traced: ClosedJaxpr, calls: Mapping[str, str]) -> bool:
             _jax.lowered(jax.jit(lambda *xs: jaxprs.evaluate_jaxpr(closed, xs)), shapes, "cpu")
     except Exception:  # JAX raises errors of many types
         return False
-    # Indices of 64 bits that are handed on lose nothing but their upper halves.
+    # Integers may be handed on: of an index, the lower 32 bits are all that counts.
     return not any(str(aval.dtype) in _WIDE_FLOATS for aval in _handed_on(closed))
 
 
