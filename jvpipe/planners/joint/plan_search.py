@@ -132,8 +132,9 @@ def _simulated_best(
 ) -> Decision:
     """Returns the fastest simulated plan: the surrogate's, one with simple cuts, or a neighbor.
 
-    Fates are chosen without swaps. If swaps may help, fates are also chosen with swaps, both with
-    the link to the host as it is and as if it were slower (`crowded`).
+    Fates are chosen without swaps. If swaps may help, fates are also chosen with swaps, as if the
+    link to the host were slower (`crowded`). With many layers they are also chosen with that link
+    as it is, because then no climb makes up for a link that is less crowded than that.
 
     Args:
         problem: the problem to plan for.
@@ -143,8 +144,9 @@ def _simulated_best(
     plain = pricing_of(problem, swaps=False)
     pricings = [plain]
     solutions = [solve(problem, plain)]
+    are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     if _swaps_may_help(problem, solutions[0]):
-        for timed in (crowded(problem), problem):
+        for timed in (crowded(problem), problem)[: 1 if are_few else 2]:
             pricings.append(pricing_of(timed))
             solutions.append(within_host_limit(timed, solve(timed, pricings[-1])))
     begin = list(others)
@@ -157,7 +159,6 @@ def _simulated_best(
         begin += trips(problem, plain, PLAN.paths)
     # With many layers and a limit, the climb does not choose fates again, because that
     # takes too long.
-    are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     ways = list[DeviceFates]()
     if are_few or problem.memory_limit_bytes is None:
         ways = [DeviceFates(pricing) for pricing in pricings]
