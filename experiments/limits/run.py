@@ -106,9 +106,9 @@ def perturbed(factor: float, rng: random.Random) -> Iterator[None]:
     """
     plain: Callable[..., list[list[float]]] = measure._in_turns
 
-    def in_turns(*given: Any) -> list[list[float]]:
+    def in_turns(*given: Any, **named: Any) -> list[list[float]]:
         drawn = []
-        for seconds in plain(*given):
+        for seconds in plain(*given, **named):
             by = factor ** rng.uniform(-1, 1)
             drawn.append([s * by for s in seconds])
         return drawn

@@ -57,7 +57,11 @@ def measured_slowness(
         times = first.products_per_s("float32") / other.products_per_s("float32")
         return (times,) * len(costs.layers)
 
-    return slowness_by_kind(devices, lambda device: getattr(device, "device_kind", ""), longer)
+    return slowness_by_kind(devices, _kind, longer)
+
+
+def _kind(device: Device) -> str:
+    return getattr(device, "device_kind", "")
 
 
 def slowness_by_kind(

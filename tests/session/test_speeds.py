@@ -2,6 +2,7 @@
 
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,8 @@ def test_no_cuts_are_better(data: st.DataObject, layer_s: list[float]) -> None:
 
     layers = len(layer_s)
     best = min(key((0, *inner, layers)) for inner in combinations(range(1, layers), stages - 1))
-    found = cuts_at_speeds(layer_s, slowness, fixed_s)
+    places = np.arange(stages)
+    found = cuts_at_speeds(np.array(layer_s), np.array(slowness), fixed_s, places)
     bounds = [0]
     for n in found:
         assert n >= 1
@@ -38,5 +40,6 @@ def test_no_cuts_are_better(data: st.DataObject, layer_s: list[float]) -> None:
 
 def test_stages_of_a_device_make_up_for_each_other() -> None:
     # No stage is slower than the second layer. If only that counted, device 1 would take 8 of 10 s.
-    layer_s = [1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert cuts_at_speeds(layer_s, [1.0] * 4, places=(0, 1, 0, 1)) == [1, 1, 4, 1]
+    layer_s = np.array([1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    places = np.array([0, 1, 0, 1])
+    assert cuts_at_speeds(layer_s, np.ones(4), [0.0] * 4, places) == (1, 1, 4, 1)

@@ -85,14 +85,17 @@ class StageCost:
 
     def task_s(self, kind: Kind) -> float:
         """Counts the seconds of a task, including what is recomputed before the task."""
-        input_s, weight_s = self.halves_s
-        seconds = {
-            Kind.F: self.forward_s,
-            Kind.B: self.recompute_s + self.backward_s,
-            Kind.I: self.recompute_s + input_s,
-            Kind.W: weight_s,
-        }
-        return seconds[kind]
+        match kind:
+            case Kind.F:
+                return self.forward_s
+            case Kind.B:
+                return self.recompute_s + self.backward_s
+            case Kind.I:
+                return self.recompute_s + self.halves_s[0]
+            case Kind.W:
+                return self.halves_s[1]
+            case _:
+                raise AssertionError(f"{kind} is in no list at the level of stages")
 
     @property
     def seconds(self) -> float:
