@@ -60,7 +60,7 @@ def _works(traced: ClosedJaxpr, calls: Mapping[str, str]) -> bool:
             _jax.lowered(jax.jit(lambda *xs: jaxprs.evaluate_jaxpr(closed, xs)), shapes, "cpu")
     except Exception:  # JAX raises errors of many types
         return False
-    # Integers may be handed on: of an index, the lower 32 bits are all that counts.
+    # Integers may be handed on, because only the lower half of an index counts.
     return not any(str(aval.dtype) in _WIDE_FLOATS for aval in _handed_on(closed))
 
 
