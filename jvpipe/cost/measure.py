@@ -229,8 +229,6 @@ def _all_runs(
 ) -> Runs:
     """Measures the programs that fit on the device, and estimates the others.
 
-    An estimate is the roofline's seconds times a pace, which the module's docstring defines.
-
     Args:
         store: the store that compiles the programs.
         pairs: the programs with their jaxprs.
@@ -247,18 +245,38 @@ def _all_runs(
     runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
     # The pace of estimates is computed from these runs, so estimates are for busy devices, too.
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
-    missing = {program.key: program for program in to_run if program.key not in runs}
+    return idle | runs | _estimated(store, device, runs, busy)
+
+
+def _estimated(
+    store: ProgramStore,
+    device: Device,
+    runs: Runs,
+    pairs: Sequence[tuple[Program, ClosedJaxpr]],
+) -> Runs:
+    """Estimates the programs that were not run: the roofline's seconds times a pace.
+
+    The module's docstring defines the pace.
+
+    Args:
+        store: the store that compiles the programs, which gives their temporary bytes.
+        device: the device that would run them.
+        runs: the programs that were run.
+        pairs: all programs with their jaxprs.
+    """
+    missing = {program.key: program for program, _ in pairs if program.key not in runs}
     if not missing:
-        return idle | runs
+        return {}
     accelerator = accelerator_of(device)
-    modeled_s = {program.key: roofline.seconds(jaxpr, accelerator) for program, jaxpr in busy}
+    modeled_s = {program.key: roofline.seconds(jaxpr, accelerator) for program, jaxpr in pairs}
     # One pace is enough: the roofline errs by about the same factor for all programs of a device.
     paces = [runs[key].seconds / s for key, s in modeled_s.items() if key in runs and s]
     pace = statistics.median(paces or [1.0])
     executables = store.compile([(program, device) for program in missing.values()])
-    for key, executable in zip(missing, executables, strict=True):
-        runs[key] = Run(pace * modeled_s[key], _temporary_bytes(executable))
-    return idle | runs
+    return {
+        key: Run(pace * modeled_s[key], _temporary_bytes(executable))
+        for key, executable in zip(missing, executables, strict=True)
+    }
 
 
 def _measured_options(

@@ -1,5 +1,6 @@
 """Arrays that are divided by a scalar have the same bits in whatever program divides them."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,7 +39,10 @@ def trained(optimizer: optax.GradientTransformation, **options: Any) -> list[np.
 def frozen() -> optax.GradientTransformation:
     """SGD that leaves `t` as it is."""
     labels = {"w": ["moved"] * WEIGHTS, "t": "kept"}
-    by_label = {"moved": optax.sgd(1.0), "kept": optax.set_to_zero()}
+    by_label: dict[Hashable, optax.GradientTransformation] = {
+        "moved": optax.sgd(1.0),
+        "kept": optax.set_to_zero(),
+    }
     return optax.multi_transform(by_label, labels)
 
 
