@@ -85,8 +85,7 @@ def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
 
     The innermost function comes first.
     """
-    traceback = eqn.source_info.traceback
-    frames = () if traceback is None else traceback.frames
+    frames = getattr(eqn.source_info.traceback, "frames", ())
     return [(frame.file_name, frame.function_name) for frame in frames]
 
 
@@ -167,11 +166,15 @@ def lowered(jitted: Any, inputs: Sequence[Any], platform: str | None = None) -> 
     To divide an array by a scalar, XLA multiplies by the scalar's reciprocal, but only if nothing
     else reads the scalar. A program that also divides another array by it would round differently.
     So here each division gets its scalar through a barrier of its own, which has no other reader.
+
+    Args:
+        jitted: the function.
+        inputs: the shapes of its arguments.
+        platform: the platform's name.
     """
     parameters = mlir.LoweringParameters(override_lowering_rules=((jax.lax.div_p, _divided),))
     platforms = None if platform is None else (platform,)
-    lower = jitted.trace(*inputs).lower
-    return lower(lowering_platforms=platforms, _private_parameters=parameters)
+    return jitted.trace(*inputs).lower(lowering_platforms=platforms, _private_parameters=parameters)
 
 
 def _divided(context: Any, x: Any, y: Any) -> Any:
@@ -262,9 +265,7 @@ def exact(platform: str) -> dict[str, str | bool]:
     return options
 
 
-@cache
-def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShapedArray:
-    return ShapedArray(shape, dtype)
+_shaped = cache(ShapedArray)
 
 
 def copier(device: Device) -> Callable[[jax.Array], jax.Array]:

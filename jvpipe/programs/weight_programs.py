@@ -113,7 +113,13 @@ def settled(
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int, dtype: str = "float32") -> Program:
-    """Returns the program that adds up the losses' weights in their order, as a scalar of a type."""
+    """Returns the program that adds up the losses' weights in their order.
+
+    Args:
+        shape: the shape and type of a weight.
+        count: the number of weights.
+        dtype: the type of the sum, a scalar.
+    """
 
     def run(*values: jax.Array) -> list[jax.Array]:
         return [added_weights(values).astype(dtype)]

@@ -388,7 +388,13 @@ def numbers_of(name: str, values: Any) -> tuple[int, ...] | None:
 
 
 def check_count(name: str, numbers: Sequence[int], devices: int) -> None:
-    """Raises ValueError unless an option has as many numbers as there are devices."""
+    """Raises ValueError unless an option has as many numbers as there are devices.
+
+    Args:
+        name: of the option.
+        numbers: its numbers.
+        devices: how many devices there are.
+    """
     if len(numbers) != devices:
         raise ValueError(
             f"{name}={numbers} has {len(numbers)} numbers, but there are {devices} devices: "

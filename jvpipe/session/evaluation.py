@@ -80,6 +80,13 @@ def weighed(
     """Evaluates a batch like `evaluate`, and returns how much its loss counts among others.
 
     This is the sum of its weights if the loss is `Weighted`, otherwise the number of its examples.
+    The arguments and errors are those of `evaluate`.
+
+    Args:
+        session: the session of the training.
+        state: the state to evaluate.
+        batch: the batch.
+        params: parameters that are evaluated in place of those of the state.
     """
     compiled = session.compiled_plans.for_batch(batch)
     arrays = _newest_arrays(session, compiled, state)
