@@ -3,7 +3,8 @@
 A plan is the bounds of stages and a choice of fates for each layer. A neighbor differs from a plan
 in one of these ways:
 
-- One bound, or two adjacent bounds, have moved. Fates are chosen again, with and without swaps.
+- One bound, or two adjacent bounds, have moved. Fates are chosen again, with and without swaps; in
+  models of many layers that takes too long, so each layer keeps its fates.
 - One bound is removed and another one inserted, so that the stages between them move to the next
   device. Fates are chosen again.
 - One layer has other fates. This helps because the searches for fates count transfers as
@@ -39,7 +40,13 @@ from jvpipe.planners.joint.lot import cells
 from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
+from jvpipe.planners.model.stage_cost import (
+    StageCost,
+    device_bytes,
+    needed_bytes,
+    stage_cost,
+    valid,
+)
 from jvpipe.planners.model.stage_simulation import least_steps_s, simulated_step_s
 
 Rank = tuple[float, int, int, int]
@@ -75,6 +82,10 @@ class Climb:
         lists = problem.schedule.tasks(problem.devices, problem.microbatches)
         self._each = max(1, sum(map(len, lists)))
         self._cuts = Segments(problem).cuts
+        is_limited = problem.memory_limit_bytes is not None
+        self._fates_stay = is_limited and len(problem.costs.layers) > PLAN.hasty_layers
+        farthest = self.places if is_limited and not self._fates_stay else len(self._cuts)
+        self._distances = tuple(distances(farthest, PLAN.stride if self._fates_stay else 1.0))
         self._ranks = dict[Decision, Rank]()
         # By the stage's number, first layer and choices.
         self._costs = dict[tuple[int, int, tuple[int, ...]], StageCost]()
@@ -231,15 +242,17 @@ class Climb:
     def _moved(self, decision: Decision) -> Iterator[Decision]:
         """Yields plans with a bound moved, alone or with the next bound.
 
-        Under a memory limit, a bound moves by at most `places` cuts. Without a limit it may move to
-        any cut: no fates are searched for, so a neighbor costs little.
+        Without a limit a neighbor costs little, because no fates are searched for: a bound may move
+        to any cut. Under a limit it moves by at most `places` cuts. With many layers, fates stay
+        under a limit, too, and a bound may move far, but not by every distance.
         """
-        free = self.problem.memory_limit_bytes is None
-        count = len(self._cuts) if free else self.places
         runs = range(1, 1 + min(2, self.places))
         for s, run in product(self._by_seconds(decision), runs):
-            for bounds in moved_bounds(decision.bounds, self._cuts, s, run, count):
-                yield from self.refitted(bounds)
+            for bounds in moved_bounds(decision.bounds, self._cuts, s, run, self._distances):
+                if self._fates_stay:
+                    yield from valid(self.problem, [replace(decision, bounds=bounds)])
+                else:
+                    yield from self.refitted(bounds)
 
     def _shifted(self, decision: Decision) -> Iterator[Decision]:
         """Yields plans in which some stages have moved to the next device."""
@@ -270,11 +283,24 @@ class Climb:
         choices = decision.choices
         if self.problem.memory_limit_bytes is None or len(choices) > PLAN.single_fate_layers:
             return
-        for at, layer in enumerate(self.problem.costs.layers):
-            # The layers of a run depend on each other, so their fates are not changed one by one.
-            if RECOMPUTE_CHAIN not in choices[at : at + 2]:
-                for other in range(len(layer.options)):
-                    yield Decision(decision.bounds, with_entry(choices, at, other))
+        for s, i, j in cells(decision.bounds):
+            for at, layer in enumerate(self.problem.costs_of(s).layers[i:j], i):
+                # The layers of a run depend on each other: no fate of theirs changes alone.
+                if RECOMPUTE_CHAIN not in choices[at : at + 2]:
+                    for other in range(len(layer.options)):
+                        yield Decision(decision.bounds, with_entry(choices, at, other))
+
+
+def distances(farthest: int, stride: float) -> Iterator[int]:
+    """Yields distances from 1 to `farthest`, each about `stride` times the one before.
+
+    >>> list(distances(16, 1.0))[-3:], list(distances(16, 1.5))
+    ([14, 15, 16], [1, 2, 3, 4, 6, 9, 13])
+    """
+    distance = 1
+    while distance <= farthest:
+        yield distance
+        distance = max(distance + 1, int(stride * distance))
 
 
 def computed_early(decision: Decision) -> Iterator[Decision]:

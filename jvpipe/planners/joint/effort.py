@@ -191,14 +191,14 @@ class PlanEffort:
         clocked: the most tasks, over all neighbors, whose seconds are bounded at once
             (`least_steps_s`).
         clocked_for_one: how many bounded tasks cost as much effort as one simulated task.
-        noticed_link: round trips are considered if links take more than this share of the seconds
-            of the work.
         imbalance: for models of more than `hasty_layers` layers, swaps are tried if the
             slowest stage takes more than this many times its even share of the work.
         host_crowding: the factor by which the surrogate slows down the link to the host. If the
             link is never idle, devices wait even for transfers that the surrogate counts as
             hidden. These waits take up to half of a simulated step.
         places: the most cuts by which a bound moves under a limit.
+        stride: for models of more than `hasty_layers` layers under a limit, the distances by which
+            bounds move grow by this factor.
         shifted: how many plans whose stages move to the next device are tried in a round.
         starts: how many plans are climbed from.
         near_start: a start that takes at most this many times the fastest start's seconds is
@@ -216,10 +216,10 @@ class PlanEffort:
     tasks: int = 300_000
     clocked: int = 2_000_000
     clocked_for_one: int = 16
-    noticed_link: float = 0.02
     imbalance: float = 1.01
     host_crowding: float = 3.0
     places: int = 3
+    stride: float = 1.15
     shifted: int = 100
     starts: int = 4
     near_start: float = 1.3

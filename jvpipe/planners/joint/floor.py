@@ -30,7 +30,7 @@ from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.stage_bytes import stage_bytes
-from jvpipe.planners.model.stage_cost import check
+from jvpipe.planners.model.stage_cost import valid
 
 
 def floor(
@@ -141,14 +141,14 @@ def _neighbors(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decisi
     i, j = bounds[s : s + 2]
     # A move of the first or the last bound of all is not valid.
     nearer = with_entry(bounds, s, i + 1), with_entry(bounds, s + 1, j - 1)
-    yield from _valid(problem, [Decision(moved, choices) for moved in nearer])
+    yield from valid(problem, [Decision(moved, choices) for moved in nearer])
     if keeps:
         return
     present = stage_bytes(problem, s, i, j, choices)
     limit = present.static + LIMIT.held_times * (present.peak - present.static)
     others = [with_entry(choices, at, way) for at in range(i, j) for way in _ways(problem, at)]
     counts = dict[Decision, int]()
-    for decision in _valid(problem, [Decision(bounds, other) for other in others]):
+    for decision in valid(problem, [Decision(bounds, other) for other in others]):
         peak = stage_bytes(problem, s, i, j, decision.choices).peak
         if peak <= limit:
             counts[decision] = peak
@@ -165,25 +165,3 @@ def _ways(problem: Problem, layer: int) -> list[int]:
         if swaps or not (option.swapped_bytes or option.swaps_input)
     ]
     return [RECOMPUTE_CHAIN, RECOMPUTE, *allowed]
-
-
-def _valid(problem: Problem, proposals: Sequence[Decision]) -> Iterator[Decision]:
-    """Mends the runs of proposed decisions, and yields those that are then valid.
-
-    A run is layers whose forwards run again together. A `RECOMPUTE_CHAIN` continues the run of the
-    layer before. If that layer is in another stage or does not run again, the choice becomes
-    `RECOMPUTE`, which begins a run.
-    """
-    for proposal in proposals:
-        bounds = proposal.bounds
-        mended = list(proposal.choices)
-        for layer, choice in enumerate(mended):
-            begins_run = layer in bounds or mended[layer - 1] >= 0
-            if choice == RECOMPUTE_CHAIN and begins_run:
-                mended[layer] = RECOMPUTE
-        decision = Decision(bounds, tuple(mended))
-        try:
-            check(problem, decision)
-        except ValueError:
-            continue
-        yield decision

@@ -9,7 +9,7 @@ has then seen the most promising bounds. Devices are compared rather than stages
 may have several stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -24,7 +24,7 @@ def moved_bounds(
     cuts: Cuts,
     s: int,
     run: int,
-    count: int,
+    distances: Iterable[int],
 ) -> list[tuple[int, ...]]:
     """Lists the neighbors in which adjacent bounds have all moved by the same number of cuts.
 
@@ -34,9 +34,9 @@ def moved_bounds(
         s: the index of the first bound that moves, at least 1.
         run: how many adjacent bounds move together; if the last bound is among them, there is no
             neighbor.
-        count: the most cuts by which they move, towards either end of the model.
+        distances: by how many cuts they move, towards either end of the model; at least 1 each.
 
-    >>> moved_bounds((0, 2, 4, 6), np.arange(7), 1, run=2, count=1)
+    >>> moved_bounds((0, 2, 4, 6), np.arange(7), 1, run=2, distances=(1, 2))
     [(0, 1, 3, 6), (0, 3, 5, 6)]
     """
     end = s + run
@@ -44,10 +44,10 @@ def moved_bounds(
         return []
     places = np.searchsorted(cuts, bounds)
     # Bounds stay in strict order: between two equal bounds, a stage would have no layers.
-    back = min(count, places[s] - places[s - 1] - 1)
-    ahead = min(count, places[end] - places[end - 1] - 1)
-    _, *moves = sorted(range(-back, ahead + 1), key=abs)  # the first is 0
-    inner = (cuts[places[s:end] + by].tolist() for by in moves)
+    back = places[s] - places[s - 1] - 1
+    ahead = places[end] - places[end - 1] - 1
+    moves = (by for distance in distances for by in (-distance, distance))
+    inner = (cuts[places[s:end] + by].tolist() for by in moves if -back <= by <= ahead)
     return [(*bounds[:s], *moved, *bounds[end:]) for moved in inner]
 
 

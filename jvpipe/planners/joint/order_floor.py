@@ -110,7 +110,8 @@ def emptied(
     yield best
     while tries > 0:
         inner = range(1, problem.stages)
-        moved = chain.from_iterable(moved_bounds(best.bounds, cuts, s, 1, places) for s in inner)
+        distances = range(1, places + 1)
+        moved = chain.from_iterable(moved_bounds(best.bounds, cuts, s, 1, distances) for s in inner)
         some = list(islice(moved, tries))
         tries -= len(some)
         plans = [best, *(fates.emptiest(problem, bounds) for bounds in some)]

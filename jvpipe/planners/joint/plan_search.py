@@ -14,6 +14,7 @@ How much is tried is set by `PLAN` and `CUTS` in `effort.py`, which may be chang
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from jvpipe.cost.costs import LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.cap_search import Solution
 from jvpipe.planners.joint.choice_arrays import Choices
@@ -25,6 +26,7 @@ from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
 from jvpipe.planners.model.even import balanced, even
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_bytes import option_bytes
 from jvpipe.planners.model.stage_cost import evaluate_decision
 
 
@@ -134,7 +136,7 @@ def _simulated_best(
 
     Fates are chosen without swaps. If swaps may help, fates are also chosen with swaps, as if the
     link to the host were slower (`crowded`). With many layers they are also chosen with that link
-    as it is, because then no climb makes up for a link that is less crowded than that.
+    as it is (`with_ends`), because then no climb makes up for a link that is less crowded than that.
 
     Args:
         problem: the problem to plan for.
@@ -146,7 +148,7 @@ def _simulated_best(
     solutions = [solve(problem, plain)]
     are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     if _swaps_may_help(problem, solutions[0]):
-        for timed in (crowded(problem), problem)[: 1 if are_few else 2]:
+        for timed in (crowded(problem), with_ends(problem))[: 1 if are_few else 2]:
             pricings.append(pricing_of(timed))
             solutions.append(within_host_limit(timed, solve(timed, pricings[-1])))
     begin = list(others)
@@ -154,14 +156,9 @@ def _simulated_best(
         begin += map(solution.decision, solution.paths[: PLAN.paths])
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
-    # Over slow links, devices wait for round trips, which the surrogate leaves out.
-    if _link_share(problem, begin[0]) > PLAN.noticed_link:
-        begin += trips(problem, plain, PLAN.paths)
-    # With many layers and a limit, the climb does not choose fates again, because that
-    # takes too long.
-    ways = list[DeviceFates]()
-    if are_few or problem.memory_limit_bytes is None:
-        ways = [DeviceFates(pricing) for pricing in pricings]
+    # Devices wait for round trips, which the surrogate leaves out.
+    begin += trips(problem, plain, PLAN.paths)
+    ways = [DeviceFates(pricing) for pricing in pricings]
     climb = Climb(problem, ways, PLAN.tasks)
     if are_few:
         for bounds in _plain_cuts(problem, None if others else kept):
@@ -178,6 +175,26 @@ def crowded(problem: Problem) -> Problem:
     return replace(problem, host=host)
 
 
+def with_ends(problem: Problem) -> Problem:
+    """Returns the problem with swaps at the ends of a step counted, for choosing fates.
+
+    The surrogate counts swaps as hidden behind work. But at the ends of a step a device has nothing
+    else to do while it swaps what one micro-batch leaves. A share of these seconds, one of as many
+    as there are micro-batches, is added to the backward.
+    """
+
+    def charged(layer: LayerCost) -> LayerCost:
+        options = []
+        for option in layer.options:
+            swap_s = 2 * problem.host.seconds(option_bytes(layer, option).swapped)
+            extra_s = option.extra_s + swap_s / problem.microbatches
+            options.append(replace(option, extra_s=extra_s))
+        return replace(layer, options=tuple(options))
+
+    layers = tuple(map(charged, problem.costs.layers))
+    return replace(problem, costs=replace(problem.costs, layers=layers))
+
+
 def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, ...]]:
     """Yields even cuts, cuts of equal work, and, under a limit, the best cuts without a limit.
 
@@ -189,11 +206,3 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
     yield balanced(problem)
     if problem.memory_limit_bytes is not None:
         yield (kept or jvpipe(problem.unlimited)).bounds
-
-
-def _link_share(problem: Problem, decision: Decision) -> float:
-    """Returns the seconds of a micro-batch's transfers as a fraction of the seconds of its work."""
-    stages = evaluate_decision(problem, decision).stages
-    comm_s = sum(stage.comm_s for stage in stages)
-    compute_s = sum(stage.compute_s for stage in stages)
-    return comm_s / max(compute_s, 1e-300)

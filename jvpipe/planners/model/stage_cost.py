@@ -10,14 +10,14 @@ carries the values and cotangents that cross the stage's bounds.
     bytes     see the legend of `stage_bytes.py`
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_bytes import (
     StageBytes,
     early_s,
@@ -389,19 +389,41 @@ def check(problem: Problem, decision: Decision) -> None:
         raise ValueError(f"{len(bounds) - 1} stages were planned, {problem.stages} were asked for")
     if len(choices) != layers:
         raise ValueError(f"{len(choices)} choices for {layers} layers")
-    stage_of = [s for s, (i, j) in enumerate(pairwise(bounds)) for _ in range(i, j)]
-    for layer, (s, choice) in enumerate(zip(stage_of, choices, strict=True)):
-        options = len(problem.costs_of(s).layers[layer].options)
-        if not RECOMPUTE_CHAIN <= choice < options:
-            raise ValueError(f"layer {layer} has {options} options, option {choice} was chosen")
-        if choice == RECOMPUTE_CHAIN and (layer in bounds or choices[layer - 1] >= 0):
-            raise ValueError(
-                f"layer {layer} is run again without its input, "
-                "but the layer before it is not run again"
-            )
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        for layer, cost in enumerate(problem.costs_of(s).layers[i:j], i):
+            choice, options = choices[layer], len(cost.options)
+            if not RECOMPUTE_CHAIN <= choice < options:
+                raise ValueError(f"layer {layer} has {options} options, option {choice} was chosen")
+            if choice == RECOMPUTE_CHAIN and (layer == i or choices[layer - 1] >= 0):
+                raise ValueError(
+                    f"layer {layer} is run again without its input, "
+                    "but the layer before it is not run again"
+                )
     for group in problem.together:
         if any(min(group) < bound <= max(group) for bound in bounds[1:-1]):
             raise ValueError(f"layers {group} must share a stage, the bounds are {bounds}")
+
+
+def valid(problem: Problem, proposals: Iterable[Decision]) -> Iterator[Decision]:
+    """Mends the runs of proposed decisions, and yields those that are then valid.
+
+    A run is layers whose forwards run again together. A `RECOMPUTE_CHAIN` continues the run of the
+    layer before. If that layer is in another stage or does not run again, the choice becomes
+    `RECOMPUTE`, which begins a run.
+    """
+    for proposal in proposals:
+        bounds = proposal.bounds
+        mended = list(proposal.choices)
+        for layer, choice in enumerate(mended):
+            begins_run = layer in bounds or mended[layer - 1] >= 0
+            if choice == RECOMPUTE_CHAIN and begins_run:
+                mended[layer] = RECOMPUTE
+        decision = Decision(bounds, tuple(mended))
+        try:
+            check(problem, decision)
+        except ValueError:
+            continue
+        yield decision
 
 
 def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:

@@ -5,14 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.plan_search import jvpipe
+from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.joint.surrogate import pricing_of, solve
-from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision
-from jvpipe.planners.model.stage_cost import evaluate_decision
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Group, Problem
+from jvpipe.planners.model.stage_cost import check, evaluate_decision
 from jvpipe.planners.model.stage_simulation import simulated_step_s
+from jvpipe.schedules import find_schedule
 from tests.planners.joint.enumeration import tiny
 from tests.planners.small import SCHEDULES, chain, limited
 
@@ -49,6 +52,22 @@ def test_a_plan_over_a_limit_ranks_last_and_is_no_answer() -> None:
     assert climb.rank(plan)[0] == np.inf
     assert climb.top([plan]) is None
     assert climb.tasks == 10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_replicas_whose_layers_have_fewer_options_are_planned(schedule: str) -> None:
+    """Options are found for each size of local batch, so their number depends on it."""
+    options = Option(100), Option(30, extra_s=0.4, extra_bytes=100), Option(0, 0, 0.9, 100)
+    layers = tuple(LayerCost("block", 1.0, 2.0, options[: 2 + at % 2], 5) for at in range(8))
+    halves = Costs(layers, tuple(Edge(at, (at + 1,), 1) for at in range(7)))
+    whole = replace(halves, layers=tuple(replace(layer, options=options) for layer in layers))
+    groups = Group((0, 1), costs=halves), Group((2,), costs=whole)
+    chunks = find_schedule(schedule).chunks
+    for every in (groups, groups[::-1]):
+        problem = Problem(whole, 2 * chunks, find_schedule(schedule), 4, groups=every)
+        even = evaluate_decision(problem, find_planner("even").decide(problem)).peak_bytes
+        limited = replace(problem, memory_limit_bytes=int(0.7 * even))
+        check(limited, under_rule(limited))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
