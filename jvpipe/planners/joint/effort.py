@@ -196,6 +196,8 @@ class PlanEffort:
         host_crowding: the factor by which the surrogate slows down the link to the host. If the
             link is never idle, devices wait even for transfers that the surrogate counts as
             hidden. These waits take up to half of a simulated step.
+        swap_price: for models of more than `hasty_layers` layers, a swap's seconds count as work by
+            this share; with more, fates recompute what they could swap.
         places: the most cuts by which a bound moves under a limit.
         stride: for models of more than `hasty_layers` layers under a limit, the distances by which
             bounds move grow by this factor.
@@ -218,6 +220,7 @@ class PlanEffort:
     clocked_for_one: int = 16
     imbalance: float = 1.01
     host_crowding: float = 3.0
+    swap_price: float = 0.002
     places: int = 3
     stride: float = 1.15
     shifted: int = 100

@@ -135,8 +135,8 @@ def _simulated_best(
     """Returns the fastest simulated plan: the surrogate's, one with simple cuts, or a neighbor.
 
     Fates are chosen without swaps. If swaps may help, fates are also chosen with swaps, as if the
-    link to the host were slower (`crowded`). With many layers they are also chosen with that link
-    as it is (`with_ends`), because then no climb makes up for a link that is less crowded than that.
+    link to the host were slower (`crowded`). With many layers, swaps are also nearly free
+    (`frugal`), because then no climb makes up for a link that is less crowded than that.
 
     Args:
         problem: the problem to plan for.
@@ -148,7 +148,7 @@ def _simulated_best(
     solutions = [solve(problem, plain)]
     are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     if _swaps_may_help(problem, solutions[0]):
-        for timed in (crowded(problem), with_ends(problem))[: 1 if are_few else 2]:
+        for timed in (crowded(problem), frugal(problem))[: 1 if are_few else 2]:
             pricings.append(pricing_of(timed))
             solutions.append(within_host_limit(timed, solve(timed, pricings[-1])))
     begin = list(others)
@@ -175,23 +175,23 @@ def crowded(problem: Problem) -> Problem:
     return replace(problem, host=host)
 
 
-def with_ends(problem: Problem) -> Problem:
-    """Returns the problem with swaps at the ends of a step counted, for choosing fates.
+def frugal(problem: Problem) -> Problem:
+    """Returns the problem with a small price on swaps, for choosing fates that may swap.
 
-    The surrogate counts swaps as hidden behind work. But at the ends of a step a device has nothing
-    else to do while it swaps what one micro-batch leaves. A share of these seconds, one of as many
-    as there are micro-batches, is added to the backward.
+    Swaps are free for the surrogate if they are hidden behind work, so that many fates are equally
+    fast. But at the ends of a step, nothing hides them. With the price, those of the equally fast
+    fates are chosen that swap the least.
     """
 
-    def charged(layer: LayerCost) -> LayerCost:
+    def priced(layer: LayerCost) -> LayerCost:
         options = []
         for option in layer.options:
             swap_s = 2 * problem.host.seconds(option_bytes(layer, option).swapped)
-            extra_s = option.extra_s + swap_s / problem.microbatches
+            extra_s = option.extra_s + PLAN.swap_price * swap_s
             options.append(replace(option, extra_s=extra_s))
         return replace(layer, options=tuple(options))
 
-    layers = tuple(map(charged, problem.costs.layers))
+    layers = tuple(map(priced, problem.costs.layers))
     return replace(problem, costs=replace(problem.costs, layers=layers))
 
 
