@@ -82,10 +82,10 @@ class Climb:
         lists = problem.schedule.tasks(problem.devices, problem.microbatches)
         self._each = max(1, sum(map(len, lists)))
         self._cuts = Segments(problem).cuts
-        is_limited = problem.memory_limit_bytes is not None
-        self._fates_stay = is_limited and len(problem.costs.layers) > PLAN.hasty_layers
-        farthest = self.places if is_limited and not self._fates_stay else len(self._cuts)
-        self._distances = tuple(distances(farthest, PLAN.stride if self._fates_stay else 1.0))
+        free = problem.memory_limit_bytes is None
+        self._are_many = len(problem.costs.layers) > PLAN.hasty_layers
+        farthest = len(self._cuts) if free or self._are_many else self.places
+        self._distances = tuple(distances(farthest, PLAN.stride if self._are_many else 1.0))
         self._ranks = dict[Decision, Rank]()
         # By the stage's number, first layer and choices.
         self._costs = dict[tuple[int, int, tuple[int, ...]], StageCost]()
@@ -242,14 +242,14 @@ class Climb:
     def _moved(self, decision: Decision) -> Iterator[Decision]:
         """Yields plans with a bound moved, alone or with the next bound.
 
-        Without a limit a neighbor costs little, because no fates are searched for: a bound may move
-        to any cut. Under a limit it moves by at most `places` cuts. With many layers, fates stay
-        under a limit, too, and a bound may move far, but not by every distance.
+        Without a limit a neighbor costs little, because no fates are searched for, and a bound may
+        move to any cut. Under a limit it moves by at most `places` cuts. With many layers, fates
+        stay, and a bound may move far, but not by every distance.
         """
         runs = range(1, 1 + min(2, self.places))
         for s, run in product(self._by_seconds(decision), runs):
             for bounds in moved_bounds(decision.bounds, self._cuts, s, run, self._distances):
-                if self._fates_stay:
+                if self._are_many:
                     yield from valid(self.problem, [replace(decision, bounds=bounds)])
                 else:
                     yield from self.refitted(bounds)

@@ -199,8 +199,8 @@ class PlanEffort:
         swap_price: for models of more than `hasty_layers` layers, a swap's seconds count as work by
             this share; with more, fates recompute what they could swap.
         places: the most cuts by which a bound moves under a limit.
-        stride: for models of more than `hasty_layers` layers under a limit, the distances by which
-            bounds move grow by this factor.
+        stride: for models of more than `hasty_layers` layers, the distances by which bounds move
+            grow by this factor.
         shifted: how many plans whose stages move to the next device are tried in a round.
         starts: how many plans are climbed from.
         near_start: a start that takes at most this many times the fastest start's seconds is
