@@ -29,7 +29,6 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.model.chain_dp import least_sufficient
 from jvpipe.planners.model.grids import OverJ, sums
-from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.spans import Cuts
 from jvpipe.util.sizes import MOST_BYTES
 
@@ -179,25 +178,36 @@ def bounded(
     return thinned
 
 
-def spread(segments: Segments, cells: int) -> list[Cuts]:
+def spread(
+    windows: Sequence[Cuts],
+    before_s: OverJ,
+    crossing_bytes: OverJ,
+    cells: int,
+) -> list[Cuts]:
     """Lists for each bound the cuts near the one that would give all stages equal seconds.
 
     Args:
-        segments: of the model.
+        windows: all cuts of each bound.
+        before_s: the seconds of all layers before a cut.
+        crossing_bytes: the bytes that cross a cut.
         cells: the most cells between these cuts (see `bounded`).
     """
-    total = segments.compute_s
-    mean_s = float(total[-1]) / segments.problem.stages
-    windows = []
-    for s, cuts in enumerate(segments.windows):
-        away_s = np.abs(total[cuts] - s * mean_s)
+    mean_s = float(before_s[-1]) / (len(windows) - 1)
+    nearer = []
+    for s, cuts in enumerate(windows):
+        away_s = np.abs(before_s[cuts] - s * mean_s)
         near = cuts[away_s <= CUTS.spread_stages * mean_s]
         nearest = cuts[away_s.argmin()]
-        windows.append(near if len(near) else nearest[None])
-    return bounded(windows, cells, partial(_narrow, segments))
+        nearer.append(near if len(near) else nearest[None])
+    return bounded(nearer, cells, partial(_narrow, before_s, crossing_bytes))
 
 
-def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
+def _narrow(
+    before_s: OverJ,
+    crossing_bytes: OverJ,
+    cuts: Cuts,
+    count: int,
+) -> Cuts:
     """Picks at most `count` of the cuts, spread evenly over seconds.
 
     The seconds between the first and the last cut are divided into `count` equal parts.
@@ -205,10 +215,10 @@ def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
     """
     if len(cuts) <= count:
         return cuts
-    passed = segments.compute_s[cuts] - segments.compute_s[cuts[0]]
+    passed = before_s[cuts] - before_s[cuts[0]]
     parts = passed / max(passed[-1], 1e-300) * count
     part = np.minimum(parts, count - 1).astype(int)
     # Cuts are sorted by part and then by bytes, so that the first cut of each part is picked.
-    order = np.lexsort((segments.crossing_bytes[cuts], part))
+    order = np.lexsort((crossing_bytes[cuts], part))
     first = np.flatnonzero(np.diff(part[order], prepend=-1))
     return np.sort(cuts[order[first]])

@@ -157,7 +157,7 @@ def _simulated_best(
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
     # Devices wait for round trips, which the surrogate leaves out.
-    begin += trips(problem, plain, PLAN.paths)
+    begin += trips(problem, plain)
     ways = [DeviceFates(pricing) for pricing in pricings]
     climb = Climb(problem, ways, PLAN.tasks)
     if are_few:

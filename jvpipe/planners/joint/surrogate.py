@@ -19,7 +19,7 @@ from jvpipe.planners.joint.cap_search import Solution, search
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import Pricing
-from jvpipe.planners.joint.effort import CUTS
+from jvpipe.planners.joint.effort import CUTS, PLAN
 from jvpipe.planners.joint.lot import cells
 from jvpipe.planners.joint.segment_table import Effort, Table
 from jvpipe.planners.joint.trips import Trips
@@ -100,22 +100,17 @@ def solve(
     return between(bounded(everything))
 
 
-def trips(
-    problem: Problem,
-    pricing: Pricing,
-    paths: int,
-) -> list[Decision]:
+def trips(problem: Problem, pricing: Pricing) -> list[Decision]:
     """Finds the most promising plans that keep round trips short (`trips.py`), the best first.
 
     Args:
         problem: the problem to plan for.
         pricing: the pricing of the problem's choices.
-        paths: the most plans that are returned.
     """
     segments = pricing.segments
     table = Table(
         pricing,
-        spread(segments, CUTS.trip_cells),
+        spread(segments.windows, segments.compute_s, segments.crossing_bytes, CUTS.trip_cells),
         effort(segments.n),
     )
     stages = table.stages
@@ -132,7 +127,7 @@ def trips(
     parts_s, busy_s = map(np.array, zip(*loads_s, strict=True))
     ranked = least_steps_s(problem, parts_s, busy_s).argsort(kind="stable")
     decisions = []
-    for places in every[ranked[:paths]]:
+    for places in every[ranked[: PLAN.paths]]:
         path = table.path(places)
         # The loop ends, because each round prices or settles open cells of the path.
         while opened := table.open_cells(path):

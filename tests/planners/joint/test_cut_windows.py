@@ -38,4 +38,5 @@ def test_thinned_windows_keep_their_ends_and_few_cells() -> None:
 def test_all_cuts_leave_a_layer_to_every_stage() -> None:
     segments = pricing_of(tiny(0)).segments
     assert [cuts.tolist() for cuts in segments.windows] == [[0], [1, 2, 3], [4]]
-    assert [cuts.tolist() for cuts in spread(segments, 100)] == [[0], [1, 2, 3], [4]]
+    near = spread(segments.windows, segments.compute_s, segments.crossing_bytes, 100)
+    assert [cuts.tolist() for cuts in near] == [[0], [1, 2, 3], [4]]
