@@ -10,7 +10,7 @@ import pytest
 from tests.walk import names, planned, rooms, walked
 
 HERE = Path(__file__).parent
-MOST_ROOMS = {"1f1b": 12, "gpipe": 13, "zb-h1": 14, "interleaved": 15}
+MOST_ROOMS = {"1f1b": 12, "gpipe": 13, "zb-h1": 14, "interleaved": 14}
 MOST_NAMES = 49
 """What the way takes today. These may only fall; the aim is 10 rooms and 50 names."""
 

@@ -38,6 +38,7 @@ from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.lot import cells
 from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
+from jvpipe.planners.model.even import busiest_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import (
@@ -84,6 +85,7 @@ class Climb:
         self._cuts = Segments(problem).cuts
         free = problem.memory_limit_bytes is None
         self._are_many = len(problem.costs.layers) > PLAN.hasty_layers
+        self._busiest_s = busiest_s(problem)
         farthest = len(self._cuts) if free or self._are_many else self.places
         self._distances = tuple(distances(farthest, PLAN.stride if self._are_many else 1.0))
         self._ranks = dict[Decision, Rank]()
@@ -136,8 +138,12 @@ class Climb:
 
     def climbed(self, best: Decision) -> Decision:
         """Goes from a plan to its best neighbor again and again, until no neighbor is better."""
+        problem = self.problem
         neighborhoods = [self._moved, self._others]
-        if self.problem.schedule.chunks > 1 and self.places > 1:
+        # With several stages per device, stages wait for each other, and these moves are worth
+        # searches for fates. Without a limit they cost little.
+        cost_little = problem.memory_limit_bytes is None and not self._are_many
+        if self.places > 1 and (problem.schedule.chunks > 1 or cost_little):
             neighborhoods.append(self._shifted)
         before = None
         while before is not best and self.tasks > 0:
@@ -256,7 +262,7 @@ class Climb:
 
     def _shifted(self, decision: Decision) -> Iterator[Decision]:
         """Yields plans in which some stages have moved to the next device."""
-        every = shifted_bounds(self.problem, decision.bounds, self._cuts)
+        every = shifted_bounds(decision.bounds, self._cuts, self._busiest_s)
         for bounds in every[: PLAN.shifted]:
             yield from self.refitted(bounds)
 

@@ -10,12 +10,11 @@ may have several stages.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 
-from jvpipe.cost.slowness import work_s
-from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.even import BusiestS
 from jvpipe.planners.model.spans import Cuts
 
 
@@ -52,9 +51,9 @@ def moved_bounds(
 
 
 def shifted_bounds(
-    problem: Problem,
     bounds: Sequence[int],
     cuts: Cuts,
+    busiest_s: BusiestS,
 ) -> list[tuple[int, ...]]:
     """Lists the neighbors in which one bound is removed and one is inserted farther away.
 
@@ -62,9 +61,9 @@ def shifted_bounds(
     previous device. Bounds whose busiest device works least come first.
 
     Args:
-        problem: gives the stages and the devices.
         bounds: of the stages; the first and the last stay.
         cuts: where a stage may begin or end.
+        busiest_s: counts the seconds for which the busiest device works.
     """
     others = sorted(set(cuts.tolist()) - set(bounds))
     shifted = []
@@ -75,35 +74,22 @@ def shifted_bounds(
             # changes its device, and `moved_bounds` lists the result.
             if not before < new < after:
                 shifted.append(tuple(sorted({*kept, new})))
-    return _least_busy_first(problem, shifted)
+    return sorted(shifted, key=busiest_s)
 
 
-def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
+def all_cuts(
+    stages: int,
+    cuts: Cuts,
+    busiest_s: BusiestS,
+) -> list[tuple[int, ...]]:
     """Lists all possible bounds; bounds whose busiest device works least come first.
 
     Args:
-        problem: gives the stages and the devices.
+        stages: how many stages there are.
         cuts: where a stage may begin or end.
+        busiest_s: counts the seconds for which the busiest device works.
     """
     first, *inner, last = cuts.tolist()
-    chosen = combinations(inner, problem.stages - 1)
+    chosen = combinations(inner, stages - 1)
     every = [(first, *some, last) for some in chosen]
-    return _least_busy_first(problem, every)
-
-
-def _least_busy_first(
-    problem: Problem,
-    every: list[tuple[int, ...]],
-) -> list[tuple[int, ...]]:
-    """Sorts bounds by the seconds per micro-batch for which their busiest device works."""
-    usual_s = np.array(work_s(problem.costs.layers))
-    places = problem.places
-    layers_s = [usual_s * (problem.slowness(s) or 1.0) for s in range(problem.stages)]
-
-    def busiest_s(bounds: Sequence[int]) -> float:
-        works_s = [0.0] * problem.devices
-        for s, (i, j) in enumerate(pairwise(bounds)):
-            works_s[places[s]] += layers_s[s][i:j].sum()
-        return max(works_s)
-
     return sorted(every, key=busiest_s)

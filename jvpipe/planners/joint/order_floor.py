@@ -25,7 +25,7 @@ from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.order_cuts import all_cuts, moved_bounds
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
-from jvpipe.planners.model.even import even
+from jvpipe.planners.model.even import busiest_s, even
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision, needed_bytes
 from jvpipe.schedules.one_by_one import one_by_one
@@ -78,7 +78,8 @@ def _emptiest(problem: Problem) -> Decision:
     # ones for stages that share a device, but the search may begin at them.
     cuts = fates.pricing.segments.cuts
     if comb(len(cuts) - 2, problem.stages - 1) <= LIMIT.cuts:
-        plans = (fates.emptiest(problem, bounds) for bounds in all_cuts(problem, cuts))
+        every = all_cuts(problem.stages, cuts, busiest_s(problem))
+        plans = (fates.emptiest(problem, bounds) for bounds in every)
     else:
         starts = dict.fromkeys((least.bounds, even(problem).bounds))
         plans = chain.from_iterable(

@@ -47,6 +47,7 @@ from jvpipe.planners.joint.order_rounds import in_rounds
 from jvpipe.planners.joint.ordered_plan import OrderedPlan, simulated_plan, under
 from jvpipe.planners.joint.plan_search import crowded, jvpipe
 from jvpipe.planners.joint.rule_search import RuledPlan, first_cuts, fitting
+from jvpipe.planners.model.even import busiest_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
@@ -177,8 +178,10 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Ruled
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()
     for placed, fates in placements:
-        few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
-        for bounds in all_cuts(placed[0], cuts) if few else first_cuts(placed[0]):
+        stages = placed[0].stages
+        few = comb(len(cuts) - 2, stages - 1) <= ORDER.all_cuts
+        bounded = all_cuts(stages, cuts, busiest_s(placed[0])) if few else first_cuts(placed[0])
+        for bounds in bounded:
             below_s = float("inf")
             if few:
                 below_s = min((one.step_s for one in every), default=below_s)

@@ -20,7 +20,7 @@ from jvpipe.planners.joint.cap_search import Solution
 from jvpipe.planners.joint.choice_arrays import Choices
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
-from jvpipe.planners.joint.effort import PLAN
+from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.lot import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
@@ -159,7 +159,9 @@ def _simulated_best(
     # Devices wait for round trips, which the surrogate leaves out.
     begin += trips(problem, plain)
     ways = [DeviceFates(pricing) for pricing in pricings]
-    climb = Climb(problem, ways, PLAN.tasks)
+    # Without a limit, neighbors cost little.
+    around = RULE.around if are_few and problem.memory_limit_bytes is None else 0
+    climb = Climb(problem, ways, PLAN.tasks, around=around)
     if are_few:
         for bounds in _plain_cuts(problem, None if others else kept):
             begin += climb.refitted(bounds)

@@ -1,7 +1,7 @@
 """Cuts a model evenly: stages get equally many layers, or devices get nearly equal seconds."""
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +11,9 @@ from jvpipe.planners.model.chain_dp import least_sufficient
 from jvpipe.planners.model.grids import sums
 from jvpipe.planners.model.problem import Bounds, Decision, Problem
 from jvpipe.planners.model.segments import Segments
+
+BusiestS = Callable[[Sequence[int]], float]
+"""Returns the seconds for which the busiest device works on a micro-batch, given the bounds."""
 
 
 def even(problem: Problem) -> Decision:
@@ -84,6 +87,25 @@ def balanced(problem: Problem) -> Bounds:
                     best = moved
                     better = True
     return tuple(cuts[best].tolist())
+
+
+def busiest_s(problem: Problem) -> BusiestS:
+    """Returns a function that counts for how long the busiest device works on a micro-batch.
+
+    Args:
+        problem: gives the layers, the stages, the devices and their slowness.
+    """
+    usual_s = np.array(work_s(problem.costs.layers))
+    places = problem.places
+    layers_s = [usual_s * (problem.slowness(s) or 1.0) for s in range(problem.stages)]
+
+    def of_bounds(bounds: Sequence[int]) -> float:
+        works_s = [0.0] * problem.devices
+        for s, (i, j) in enumerate(pairwise(bounds)):
+            works_s[places[s]] += layers_s[s][i:j].sum()
+        return max(works_s)
+
+    return of_bounds
 
 
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
