@@ -11,7 +11,7 @@ from tests.walk import names, planned, rooms, walked
 
 HERE = Path(__file__).parent
 MOST_ROOMS = {"1f1b": 12, "gpipe": 13, "zb-h1": 14, "interleaved": 14}
-MOST_NAMES = 49
+MOST_NAMES = {"1f1b": 41, "gpipe": 49, "zb-h1": 46, "interleaved": 46}
 """What the way takes today. These may only fall; the aim is 10 rooms and 50 names."""
 
 
@@ -57,4 +57,4 @@ def test_a_problem_passes_through_no_more_rooms_and_meets_no_more_names_than_tod
 ) -> None:
     walk = planned(schedule)
     assert len(rooms(walk.passed)) <= MOST_ROOMS[schedule], rooms(walk.passed)
-    assert len(names(walk.passed)) <= MOST_NAMES, names(walk.passed)
+    assert len(names(walk.passed)) <= MOST_NAMES[schedule], names(walk.passed)

@@ -85,7 +85,6 @@ class Climb:
         self._cuts = Segments(problem).cuts
         free = problem.memory_limit_bytes is None
         self._are_many = len(problem.costs.layers) > PLAN.hasty_layers
-        self._busiest_s = busiest_s(problem)
         farthest = len(self._cuts) if free or self._are_many else self.places
         self._distances = tuple(distances(farthest, PLAN.stride if self._are_many else 1.0))
         self._ranks = dict[Decision, Rank]()
@@ -262,7 +261,7 @@ class Climb:
 
     def _shifted(self, decision: Decision) -> Iterator[Decision]:
         """Yields plans in which some stages have moved to the next device."""
-        every = shifted_bounds(decision.bounds, self._cuts, self._busiest_s)
+        every = shifted_bounds(decision.bounds, self._cuts, busiest_s(self.problem))
         for bounds in every[: PLAN.shifted]:
             yield from self.refitted(bounds)
 

@@ -148,7 +148,7 @@ def _simulated_best(
     solutions = [solve(problem, plain)]
     are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     if _swaps_may_help(problem, solutions[0]):
-        for timed in (crowded(problem), frugal(problem))[: 1 if are_few else 2]:
+        for timed in [crowded(problem)] if are_few else [crowded(problem), frugal(problem)]:
             pricings.append(pricing_of(timed))
             solutions.append(within_host_limit(timed, solve(timed, pricings[-1])))
     begin = list(others)

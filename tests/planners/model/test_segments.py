@@ -68,7 +68,10 @@ def test_windows_are_thinned_to_so_many_cells() -> None:
 def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
     share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pairs of layers between which values wait: numbers, not seconds."""
+    """Pairs of layers between which values wait: numbers, not seconds.
+
+    Sums over the first layers are kept once for each stage.
+    """
     n, sizes, waiting = 4_000, [], list[spans.Spans]()
 
     def kept(*pairs: np.ndarray) -> spans.Spans:
@@ -89,6 +92,7 @@ def test_what_is_kept_in_mind_of_a_long_chain_does_not_grow_with_the_stages(
         reach.windows(1.01 * reach.least_cap_s())
         for s in range(stages):
             pricing.segments.fixed_bytes(s, np.array([s]), np.array([n]))
+        assert sum(held.size for held in reach._fewest_bytes) <= stages * (n + 1)
         sizes.append(sum(len(every.w) for every in waiting))
     assert sizes[1] <= 2 * sizes[0] <= 400 * n
 
